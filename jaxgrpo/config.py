@@ -1,0 +1,393 @@
+"""What a run is made of: options with their meanings, the presets, and the numbers that reach the compiled step."""
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import chex
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class ConfigError(ValueError):
+    """A mistake in the options: one line that says what was given, what is allowed and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlayConfig:
+    """How episodes are played."""
+
+    groups: int = 32
+    """Groups of episodes an iteration; all episodes of a group share their start state."""
+    group_size: int = 16
+    """Episodes in a group."""
+    group_randomness: Literal["all", "start"] = "all"
+    """What the episodes of a group share: "all" (start state and the game's chance at every step) or "start" alone."""
+    style: Literal["short", "full"] = "short"
+    """Wording of the observation: "short" (bare board, few tokens) or "full" (sizes, objects, legend and board)."""
+    reply: Literal["action"] = "action"
+    """Form of a reply: "action" is <action>WORD</action>."""
+    reply_limit: int = 8
+    """Most tokens in a reply; a longer one is cut and unreadable."""
+    constrain: bool = True
+    """Sample only tokens that can still end in a readable reply."""
+    temperature: float = 1.0
+    """Sampling temperature in training; 0 is greedy."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0 is off."""
+    top_p: float = 1.0
+    """Sample among the fewest tokens whose probabilities sum to p; 1 is off."""
+    unreadable_penalty: float = 1.0
+    """Taken off the reward of a step whose reply cannot be read (training only)."""
+    rollout_rows: int = 0
+    """Rows the model plays at once; 0 is all. Finished episodes leave the work when this is smaller than all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnConfig:
+    """How the policy learns from the episodes."""
+
+    normalise: Literal["std", "mean", "leave_one_out"] = "std"
+    """Advantage within a group: (R - mean) / std, R - mean, or R - mean of the others."""
+    train_episodes: int = 0
+    """Episodes trained on an iteration, drawn by absolute advantage; 0 is all that were played."""
+    alpha: float = 1.0
+    """Exponent of |advantage| in the draw of episodes; 0 is uniform."""
+    importance: Literal["none", "correct"] = "none"
+    """Weights on drawn episodes: "correct" makes the policy-gradient term an unbiased estimate over all episodes."""
+    clip_low: float = 0.2
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped above 1 + clip_high."""
+    dual_clip: float = 0.0
+    """Bound on ratio times advantage for negative advantages (3 is usual); 0 is off."""
+    kl_beta: float = 0.0
+    """Weight of the KL divergence to the starting model (k3 estimate per token)."""
+    entropy_bonus: float = 0.0
+    """Weight of the policy's entropy per sampled token."""
+    aggregate: Literal["token", "sequence", "episode", "constant"] = "token"
+    """What the loss is a mean over."""
+    passes: int = 1
+    """Times the episodes of an iteration are gone through."""
+    minibatches: int = 1
+    """Optimiser steps in a pass."""
+    micro_batch: int = 256
+    """Rows in one forward and backward; memory grows with it, results do not change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    learning_rate: float = 2e-3
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after warm-up, towards 0 at the last iteration."""
+    warmup: int = 0
+    """Iterations of linear warm-up."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    adam_b1: float = 0.9
+    """Decay of the first moment."""
+    adam_b2: float = 0.999
+    """Decay of the second moment."""
+    adam_epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    gradient_clip: float = 1.0
+    """Largest global norm of a gradient; 0 is off."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Where a run goes and how often it looks up."""
+
+    out: str | None = None
+    """Folder of the run; by default runs/GAME-MODEL-seedS."""
+    resume: bool = False
+    """Go on from the last checkpoint in the folder."""
+    max_seconds: float | None = None
+    """Stop cleanly, with a checkpoint, after this many seconds of training."""
+    checkpoint_every: int = 50
+    """Iterations between checkpoints."""
+    keep: int = 2
+    """Checkpoints kept."""
+    evaluate_every: int = 0
+    """Iterations between evaluations on held-out episodes; 0 is only before and after."""
+    evaluate_episodes: int = 1000
+    """Held-out episodes in an evaluation."""
+    evaluate_temperature: float = 0.5
+    """Sampling temperature in evaluation; 0 is greedy."""
+    compilation_cache: bool = True
+    """Keep compiled programs between runs (in $JAX_COMPILATION_CACHE_DIR or ~/.cache/jaxgrpo)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Everything that makes a run: two runs with equal configurations and versions give equal metrics.
+
+    Raises:
+        ConfigError: a value is out of its range; the line names the option.
+    """
+
+    game: str = "frozen-lake"
+    """Game or scenario."""
+    algorithm: Literal["ms-grpo"] = "ms-grpo"
+    """Learning algorithm."""
+    model: str = "tiny"
+    """"tiny", "smollm2-135m", a folder of Hugging Face files, a .gguf file, or a hub name."""
+    preset: str | None = None
+    """Set of defaults; by default the one made for the model."""
+    iterations: int = 150
+    """Iterations of playing and learning."""
+    seed: int = 0
+    """Seed of weights, games and sampling."""
+    play: PlayConfig = PlayConfig()
+    learn: LearnConfig = LearnConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    run: RunConfig = RunConfig()
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their ranges."""
+        values = flatten(self)
+        for name in _POSITIVE:
+            if values[name] < 1:
+                raise ConfigError(f"--{_option(name)} {values[name]}: must be at least 1.")
+        for name in _NON_NEGATIVE:
+            if not values[name] >= 0:
+                raise ConfigError(f"--{_option(name)} {values[name]}: must be 0 or more.")
+        if not 0 < values["top_p"] <= 1:
+            raise ConfigError(f"--top-p {values['top_p']}: must be above 0 and at most 1 (1 is off).")
+        if values["max_seconds"] is not None and not values["max_seconds"] > 0:
+            raise ConfigError(f"--max-seconds {values['max_seconds']}: must be above 0.")
+        if not values["adam_b1"] < 1 or not values["adam_b2"] < 1:
+            raise ConfigError("--adam-b1 and --adam-b2 must be below 1.")
+        played = values["groups"] * values["group_size"]
+        if values["train_episodes"] > played:
+            raise ConfigError(
+                f"--train-episodes {values['train_episodes']}: only {played} episodes are played an iteration "
+                f"(--groups {values['groups']} times --group-size {values['group_size']}); give at most {played}, or 0 for all."
+            )
+        if values["minibatches"] > (values["train_episodes"] or played):
+            raise ConfigError(f"--minibatches {values['minibatches']}: more than the episodes trained on; give fewer.")
+
+    @property
+    def episodes(self) -> int:
+        """Episodes played in an iteration."""
+        return self.play.groups * self.play.group_size
+
+    @property
+    def trained(self) -> int:
+        """Episodes trained on in an iteration."""
+        return self.learn.train_episodes or self.episodes
+
+
+_POSITIVE = (
+    "groups group_size reply_limit iterations passes minibatches micro_batch checkpoint_every keep evaluate_episodes"
+).split()
+_NON_NEGATIVE = (
+    "seed temperature top_k unreadable_penalty rollout_rows train_episodes alpha clip_low clip_high dual_clip kl_beta "
+    "entropy_bonus learning_rate warmup weight_decay adam_b1 adam_b2 adam_epsilon gradient_clip evaluate_every evaluate_temperature"
+).split()
+
+# The options that make a run's results: a resumed run must agree in all of them. The others say where and how long.
+_NOT_RESULTS = {f.name for f in dataclasses.fields(RunConfig)} | {"iterations", "preset"}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "smollm2": {
+        "style": "full",
+        "constrain": False,
+        "reply_limit": 12,
+        "groups": 4,
+        "group_size": 8,
+        "learning_rate": 1e-5,
+        "micro_batch": 8,
+        "evaluate_episodes": 16,
+        "iterations": 100,
+        "checkpoint_every": 10,
+    },
+    # Follow-up work by the first author of arXiv 2508.10839 trains Qwen2.5-3B-Instruct with these values.
+    "paper": {
+        "style": "full",
+        "constrain": False,
+        "groups": 2,
+        "group_size": 16,
+        "reply_limit": 256,
+        "temperature": 1.25,
+        "learning_rate": 1e-6,
+        "weight_decay": 0.01,
+        "gradient_clip": 1.0,
+        "entropy_bonus": 0.001,
+        "iterations": 600,
+        "micro_batch": 8,
+        "evaluate_episodes": 50,
+        "checkpoint_every": 25,
+    },
+}
+
+
+def default_preset(model: str) -> str:
+    """The preset made for a model: "tiny", "smollm2", or "paper" for every other model."""
+    return {"tiny": "tiny", "smollm2-135m": "smollm2"}.get(model, "paper")
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """All options of a (nested) configuration as one flat mapping; option names are unique across its sections."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        flat |= flatten(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return flat
+
+
+def with_options(config: TrainConfig, options: Mapping[str, Any], *, source: str = "") -> TrainConfig:
+    """A configuration with some options replaced, each given by its flat name (dashes or underscores).
+
+    Raises:
+        ConfigError: an option does not exist (the nearest that does is named) or its value is out of range.
+    """
+    known = flatten(config)
+    options = {name.replace("-", "_"): value for name, value in options.items()}
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{source}unknown option {_option(name)!r}.{nearest(name, known, option=True)}")
+    return _replace(config, options)
+
+
+def resolve(options: Mapping[str, Any] | None = None, *, toml: Path | None = None) -> TrainConfig:
+    """The configuration that presets, a TOML file and given options make, each overriding the one before.
+
+    Raises:
+        ConfigError: an unknown preset or option, an unreadable file, or a value out of range.
+    """
+    options = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    from_file = read_toml(toml) if toml else {}
+    chosen = {**from_file, **options}
+    preset = chosen.get("preset") or default_preset(chosen.get("model", TrainConfig.model))
+    if preset not in PRESETS:
+        raise ConfigError(f"--preset {preset}: unknown; allowed are {', '.join(PRESETS)}.{nearest(preset, PRESETS)}")
+    # Presets meet the user's options before any value is judged: a preset alone need not fit the user's sizes.
+    merged = {**PRESETS[preset], **from_file, **options, "preset": preset}
+    return with_options(TrainConfig(), merged, source=f"{toml}: " if toml and from_file.keys() - options.keys() else "")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Options from a TOML file, flat or in the sections play, learn, optimizer and run.
+
+    Raises:
+        ConfigError: the file is missing or is not TOML.
+    """
+    try:
+        tables = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: no such file.") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read as TOML ({error}).") from None
+    flat: dict[str, Any] = {}
+    for name, value in tables.items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return {name.replace("-", "_"): value for name, value in flat.items()}
+
+
+def differing_results(a: TrainConfig, b: TrainConfig) -> list[str]:
+    """Names of the options that shape results and differ between two configurations."""
+    one, other = flatten(a), flatten(b)
+    return [name for name in one if name not in _NOT_RESULTS and one[name] != other[name]]
+
+
+def nearest(name: str, known: Iterable[str], *, option: bool = False) -> str:
+    """A sentence that proposes the nearest known name, or nothing where none is near."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    if not match:
+        return ""
+    return f" Did you mean {('--' + _option(match[0])) if option else match[0]!r}?"
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _replace(config: Any, options: Mapping[str, Any]) -> Any:
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            changes[field.name] = _replace(value, options)
+        elif field.name in options:
+            changes[field.name] = _convert(field.name, field.type, options[field.name])
+    return dataclasses.replace(config, **changes)
+
+
+def _convert(name: str, kind: Any, value: Any) -> Any:
+    """A value checked against the type its option declares (ints pass for floats)."""
+    allowed = getattr(kind, "__args__", None)
+    if allowed and getattr(kind, "__origin__", None) is Literal:
+        if value not in allowed:
+            raise ConfigError(
+                f"--{_option(name)} {value}: allowed are {', '.join(map(str, allowed))}.{nearest(str(value), allowed)}"
+            )
+        return value
+    kinds = allowed or (kind,)
+    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not any(isinstance(value, k) and (k is bool or not isinstance(value, bool)) for k in kinds):
+        names = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
+        raise ConfigError(f"--{_option(name)} {value!r}: must be {names}.")
+    return value
+
+
+@chex.dataclass(frozen=True)
+class HyperParameters:
+    """Every number that does not change a shape, as traced scalars: changing one never recompiles.
+
+    Whether a term is on at all is decided beside it, in `Switches`, so that what is off costs nothing.
+    """
+
+    learning_rate: Float[Array, ""]
+    warmup: Float[Array, ""]
+    iterations: Float[Array, ""]
+    weight_decay: Float[Array, ""]
+    adam_b1: Float[Array, ""]
+    adam_b2: Float[Array, ""]
+    adam_epsilon: Float[Array, ""]
+    gradient_clip: Float[Array, ""]
+    temperature: Float[Array, ""]
+    top_p: Float[Array, ""]
+    unreadable_penalty: Float[Array, ""]
+    alpha: Float[Array, ""]
+    clip_low: Float[Array, ""]
+    clip_high: Float[Array, ""]
+    dual_clip: Float[Array, ""]
+    kl_beta: Float[Array, ""]
+    entropy_bonus: Float[Array, ""]
+
+    @classmethod
+    def from_config(cls, config: TrainConfig) -> "HyperParameters":
+        """The traced numbers of a configuration, as float32 scalars."""
+        values = flatten(config)
+        return cls(**{f.name: jnp.float32(values[f.name]) for f in dataclasses.fields(cls)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Switches:
+    """What is compiled in at all; flipping one recompiles."""
+
+    kl: bool
+    entropy: bool
+    dual_clip: bool
+    gradient_clip: bool
+    top_p: bool
+
+    @classmethod
+    def from_config(cls, config: TrainConfig) -> "Switches":
+        """The switches a configuration needs."""
+        return cls(
+            kl=config.learn.kl_beta > 0,
+            entropy=config.learn.entropy_bonus > 0,
+            dual_clip=config.learn.dual_clip > 0,
+            gradient_clip=config.optimizer.gradient_clip > 0,
+            top_p=config.play.top_p < 1,
+        )

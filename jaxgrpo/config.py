@@ -168,7 +168,8 @@ class TrainConfig:
         if values["train_episodes"] > played:
             raise ConfigError(
                 f"--train-episodes {values['train_episodes']}: only {played} episodes are played an iteration "
-                f"(--groups {values['groups']} times --group-size {values['group_size']}); give at most {played}, or 0 for all."
+                f"(--groups {values['groups']} times --group-size {values['group_size']}); "
+                f"give at most {played}, or 0 for all."
             )
         if values["minibatches"] > (values["train_episodes"] or played):
             raise ConfigError(f"--minibatches {values['minibatches']}: more than the episodes trained on; give fewer.")
@@ -184,13 +185,41 @@ class TrainConfig:
         return self.learn.train_episodes or self.episodes
 
 
-_POSITIVE = (
-    "groups group_size reply_limit iterations passes minibatches micro_batch checkpoint_every keep evaluate_episodes"
-).split()
-_NON_NEGATIVE = (
-    "seed temperature top_k unreadable_penalty rollout_rows train_episodes alpha clip_low clip_high dual_clip kl_beta "
-    "entropy_bonus learning_rate warmup weight_decay adam_b1 adam_b2 adam_epsilon gradient_clip evaluate_every evaluate_temperature"
-).split()
+_POSITIVE = [
+    "groups",
+    "group_size",
+    "reply_limit",
+    "iterations",
+    "passes",
+    "minibatches",
+    "micro_batch",
+    "checkpoint_every",
+    "keep",
+    "evaluate_episodes",
+]
+_NON_NEGATIVE = [
+    "seed",
+    "temperature",
+    "top_k",
+    "unreadable_penalty",
+    "rollout_rows",
+    "train_episodes",
+    "alpha",
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "kl_beta",
+    "entropy_bonus",
+    "learning_rate",
+    "warmup",
+    "weight_decay",
+    "adam_b1",
+    "adam_b2",
+    "adam_epsilon",
+    "gradient_clip",
+    "evaluate_every",
+    "evaluate_temperature",
+]
 
 # The options that make a run's results: a resumed run must agree in all of them. The others say where and how long.
 _NOT_RESULTS = {f.name for f in dataclasses.fields(RunConfig)} | {"iterations", "preset"}

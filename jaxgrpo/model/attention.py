@@ -1,0 +1,54 @@
+"""Attention of many short rows to one shared prefix and to themselves, with a single softmax over both."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+# Finite, so that a padding query, which may attend to nothing, yields a finite number that nobody reads.
+MASKED = -1e30
+
+
+def rope_angles(
+    positions: Int[Array, "*rows"], head_dim: int, theta: float
+) -> tuple[Float[Array, "*rows half"], Float[Array, "*rows half"]]:
+    """Cosines and sines of the rotary angles position * theta^(-2 i / head_dim), float32 (arXiv 2104.09864)."""
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    x: Float[Array, "*rows heads head_dim"], cos: Float[Array, "*rows half"], sin: Float[Array, "*rows half"]
+) -> Float[Array, "*rows heads head_dim"]:
+    """Rotates each pair (i, i + head_dim / 2), the pairing of Hugging Face's checkpoints."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def attend(
+    queries: Float[Array, "batch tokens heads head_dim"],
+    keys: Float[Array, "batch slots kv_heads head_dim"],
+    values: Float[Array, "batch slots kv_heads head_dim"],
+    mask: Bool[Array, "batch tokens slots"],
+    prefix_keys: Float[Array, "prefix kv_heads head_dim"],
+    prefix_values: Float[Array, "prefix kv_heads head_dim"],
+    precision: jax.lax.Precision,
+) -> Float[Array, "batch tokens heads head_dim"]:
+    """Softmax attention of every query to the whole prefix and to the slots its mask admits.
+
+    The prefix has no batch axis: its products are two large matrix products for all rows together.
+    Scores and softmax are float32; the result has the type of `queries`.
+    """
+    batch, tokens, heads, head_dim = queries.shape
+    kv_heads = keys.shape[2]
+    grouped = queries.reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim) * head_dim**-0.5
+    float32 = {"precision": precision, "preferred_element_type": jnp.float32}
+    own = jnp.einsum("btkgd,bskd->btkgs", grouped, keys, **float32)
+    own = jnp.where(mask[:, :, None, None, :], own, MASKED)
+    shared = jnp.einsum("btkgd,pkd->btkgp", grouped, prefix_keys, **float32)
+    weights = jax.nn.softmax(jnp.concatenate([shared, own], axis=-1), axis=-1).astype(queries.dtype)
+    shared, own = jnp.split(weights, [prefix_keys.shape[0]], axis=-1)
+    mixed = jnp.einsum("btkgs,bskd->btkgd", own, values, **float32)
+    mixed = mixed + jnp.einsum("btkgp,pkd->btkgd", shared, prefix_values, **float32)
+    return mixed.astype(queries.dtype).reshape(queries.shape)

@@ -1,0 +1,67 @@
+"""Keys and values kept between calls: the prompt's shared prefix, and each row's own slots."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxgrpo.model.config import ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """Keys and values of the static prompt, computed once and attended to by every row: no batch axis.
+
+    Attributes:
+        keys: rotated keys; `prefix` is the number of prompt tokens and may be 0.
+        values: values.
+    """
+
+    keys: Float[Array, "layers prefix kv_heads head_dim"]
+    values: Float[Array, "layers prefix kv_heads head_dim"]
+
+    @property
+    def length(self) -> int:
+        """Number of prompt tokens, which is also the position of a row's first token."""
+        return self.keys.shape[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeCache:
+    """Each row's own keys and values, one array a layer so that a loop updates every one of them in place.
+
+    All rows write the same slot at the same time; what differs between rows is which slots are `valid`.
+
+    Attributes:
+        keys: rotated keys, one array a layer.
+        values: values, one array a layer.
+        valid: slots that hold a token of the row.
+        cursor: next slot to write, in [0, slots].
+    """
+
+    keys: tuple[Float[Array, "batch slots kv_heads head_dim"], ...]
+    values: tuple[Float[Array, "batch slots kv_heads head_dim"], ...]
+    valid: Bool[Array, "batch slots"]
+    cursor: Int[Array, ""]
+
+    @property
+    def slots(self) -> int:
+        """How many tokens a row can hold."""
+        return self.valid.shape[1]
+
+
+def empty_cache(config: ModelConfig, batch: int, slots: int) -> DecodeCache:
+    """A cache of `slots` empty slots for each of `batch` rows."""
+    shape = (batch, slots, config.kv_heads, config.head_dim)
+    zeros = tuple(jnp.zeros(shape, config.dtype) for _ in range(config.layers))
+    return DecodeCache(zeros, zeros, jnp.zeros((batch, slots), bool), jnp.zeros((), jnp.int32))
+
+
+def write_slots(
+    buffer: Shaped[Array, "batch slots *rest"], block: Shaped[Array, "batch width *rest"], cursor: Int[Array, ""]
+) -> Shaped[Array, "batch slots *rest"]:
+    """`buffer` with `block` in slots `cursor` to `cursor + width - 1` of every row."""
+    return jax.lax.dynamic_update_slice_in_dim(buffer, block, cursor, axis=1)

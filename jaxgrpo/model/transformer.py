@@ -1,0 +1,312 @@
+"""The language model: one flax nnx module for the Qwen2, Qwen3 and Llama families.
+
+Parameters are stacked over layers. `nnx.split` a model at the jit boundary and merge it inside; every method is pure.
+Three ways through the layers share one block: `prefill` for the prompt common to all rows, `forward` for training on
+whole rows, `decode` for sampling token by token.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxgrpo.model.attention import attend, rope_angles, rotate
+from jaxgrpo.model.cache import DecodeCache, Prefix, empty_cache, write_slots
+from jaxgrpo.model.config import ModelConfig
+
+# Scanning a layer stack keeps compilation short; below this many layers a CPU loses more to the loop than it gains.
+UNROLLED_LAYERS = 4
+
+LayerParams = Mapping[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+    """All there is to say about one parameter before it has a value.
+
+    Attributes:
+        shape: sizes; the last axis of a matrix is the one that products contract over.
+        axes: logical name of every axis, from which meshes derive shardings.
+        init: `"normal"` (of `ModelConfig.init_std`), `"zeros"` or `"ones"`.
+        dtype: type of the master weights.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: str = "normal"
+    dtype: Any = jnp.float32
+
+    def abstract(self) -> jax.ShapeDtypeStruct:
+        """Shape and type, no value."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    def initial(self, key: PRNGKeyArray, std: float) -> Array:
+        """A value drawn from `key`."""
+        if self.init == "normal":
+            return std * jax.random.normal(key, self.shape, self.dtype)
+        return jnp.full(self.shape, {"zeros": 0, "ones": 1}[self.init], self.dtype)
+
+
+def declare(config: ModelConfig) -> dict[str, Declaration]:
+    """Every parameter of the model by name; those of the layers start with `layers.` and are stacked on axis 0."""
+    sizes = {
+        "layers": config.layers,
+        "vocab": config.vocab_size,
+        "embed": config.width,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "ffn": config.ffn,
+    }
+
+    def parameter(*axes: str, init: str = "normal") -> Declaration:
+        return Declaration(tuple(sizes[axis] for axis in axes), axes, init)
+
+    def layer(*axes: str, init: str = "normal") -> Declaration:
+        return parameter("layers", *axes, init=init)
+
+    table = {
+        "embedding": parameter("vocab", "embed"),
+        "final_norm": parameter("embed", init="ones"),
+        "layers.attention_norm": layer("embed", init="ones"),
+        "layers.query": layer("heads", "head_dim", "embed"),
+        "layers.key": layer("kv_heads", "head_dim", "embed"),
+        "layers.value": layer("kv_heads", "head_dim", "embed"),
+        "layers.output": layer("embed", "heads", "head_dim"),
+        "layers.ffn_norm": layer("embed", init="ones"),
+        "layers.gate": layer("ffn", "embed"),
+        "layers.up": layer("ffn", "embed"),
+        "layers.down": layer("embed", "ffn"),
+    }
+    if not config.tie_embeddings:
+        table["head_matrix"] = parameter("vocab", "embed")
+    if config.qkv_bias:
+        table["layers.query_bias"] = layer("heads", "head_dim", init="zeros")
+        table["layers.key_bias"] = layer("kv_heads", "head_dim", init="zeros")
+        table["layers.value_bias"] = layer("kv_heads", "head_dim", init="zeros")
+    if config.output_bias:
+        table["layers.output_bias"] = layer("embed", init="zeros")
+    if config.qk_norm:
+        table["layers.query_norm"] = layer("head_dim", init="ones")
+        table["layers.key_norm"] = layer("head_dim", init="ones")
+    return table
+
+
+class Transformer(nnx.Module):
+    """A decoder-only transformer.
+
+    Shapes: `batch` rows, `tokens` per row, `prefix` prompt tokens, `width` residual stream, `vocab` embedding rows.
+    A row's i-th valid token has position `prefix + i`; padding may stand anywhere in a row, `valid` alone tells it.
+    """
+
+    def __init__(self, config: ModelConfig, values: Mapping[str, Any]):
+        """Wraps `values`, one array (or abstract value) for each name of `declare(config)`."""
+        self.config = config
+        self.embedding = nnx.Param(values["embedding"])
+        self.final_norm = nnx.Param(values["final_norm"])
+        if not config.tie_embeddings:
+            self.head_matrix = nnx.Param(values["head_matrix"])
+        stacked = [name for name in declare(config) if name.startswith("layers.")]
+        self.layers = nnx.Dict({name.removeprefix("layers."): nnx.Param(values[name]) for name in stacked})
+
+    @classmethod
+    def initial(cls, config: ModelConfig, key: PRNGKeyArray) -> "Transformer":
+        """A model with random weights; each parameter's depend on `key` and its own name only."""
+        return cls(
+            config,
+            {
+                name: declaration.initial(jax.random.fold_in(key, zlib.crc32(name.encode())), config.init_std)
+                for name, declaration in declare(config).items()
+            },
+        )
+
+    @classmethod
+    def abstract(cls, config: ModelConfig) -> "Transformer":
+        """A model of shapes and types only: for planning, for restoring checkpoints, for its graph definition."""
+        return cls(config, {name: declaration.abstract() for name, declaration in declare(config).items()})
+
+    def prefill(self, ids: Int[Array, " prefix"]) -> Prefix:
+        """Keys and values of the prompt shared by all rows; no tokens give an empty prefix."""
+        config = self.config
+        if ids.shape[0] == 0:
+            empty = jnp.zeros((config.layers, 0, config.kv_heads, config.head_dim), config.dtype)
+            return Prefix(empty, empty)
+        positions = jnp.arange(ids.shape[0])[None]
+        mask = jnp.tril(jnp.ones((ids.shape[0], ids.shape[0]), bool))[None]
+        angles = rope_angles(positions, config.head_dim, config.rope_theta)
+        nothing = jnp.zeros((0, config.kv_heads, config.head_dim), config.dtype)
+
+        def body(hidden: Array, params: LayerParams) -> tuple[Array, tuple[Array, Array]]:
+            hidden, keys, values = _block(
+                config, params, hidden, angles, lambda q, k, v: _attend(config, q, k, v, mask, nothing, nothing)
+            )
+            return hidden, (keys[0], values[0])
+
+        _, (keys, values) = self._scan(body, self._embed(ids[None]), self._stacked())
+        return Prefix(keys, values)
+
+    def forward(
+        self,
+        ids: Int[Array, "batch tokens"],
+        positions: Int[Array, "batch tokens"],
+        valid: Bool[Array, "batch tokens"],
+        prefix: Prefix,
+        *,
+        remat: bool = True,
+    ) -> Float[Array, "batch tokens width"]:
+        """Final-normed hidden states of whole rows: each token sees the prefix and the valid tokens up to itself.
+
+        Args:
+            ids: tokens; any id at padding.
+            positions: rotary positions; a row's i-th valid token has `prefix.length + i`.
+            valid: which tokens belong to the row; hidden states elsewhere are finite and meaningless.
+            prefix: from `prefill`; gradients flow into it.
+            remat: recompute each layer in the backward pass instead of keeping its activations.
+        """
+        config = self.config
+        tokens = ids.shape[1]
+        mask = jnp.tril(jnp.ones((tokens, tokens), bool)) & valid[:, None, :]
+        angles = rope_angles(positions, config.head_dim, config.rope_theta)
+
+        def body(hidden: Array, layer: tuple[LayerParams, Array, Array]) -> tuple[Array, None]:
+            params, *shared = layer
+            return _block(config, params, hidden, angles, lambda q, k, v: _attend(config, q, k, v, mask, *shared))[
+                0
+            ], None
+
+        body = jax.checkpoint(body) if remat else body
+        hidden, _ = self._scan(body, self._embed(ids), (self._stacked(), prefix.keys, prefix.values))
+        return _rms_norm(hidden, self.final_norm[...], config)
+
+    def init_cache(self, batch: int, slots: int) -> DecodeCache:
+        """An empty cache of `slots` tokens for each of `batch` rows."""
+        return empty_cache(self.config, batch, slots)
+
+    def decode_params(self) -> tuple[LayerParams, ...]:
+        """The layers' parameters, one tree a layer matrices in the compute type; make them outside a decoding loop."""
+        dtype = self.config.dtype
+        stacked = {name: x if name.endswith("norm") else x.astype(dtype) for name, x in self._stacked().items()}
+        return tuple({name: x[index] for name, x in stacked.items()} for index in range(self.config.layers))
+
+    def decode(
+        self,
+        ids: Int[Array, "batch block"],
+        positions: Int[Array, "batch block"],
+        valid: Bool[Array, "batch block"],
+        prefix: Prefix,
+        cache: DecodeCache,
+        layers: Sequence[LayerParams] | None = None,
+    ) -> tuple[Float[Array, "batch block width"], DecodeCache]:
+        """Appends `block` tokens to every row: an observation on an empty cache, or one step of a reply.
+
+        The block goes into slots `cache.cursor` onwards, the same for all rows, and `cursor` advances by `block`.
+        The caller keeps `cursor + block` within `cache.slots`; beyond it the last slots would be overwritten.
+
+        Args:
+            ids: tokens; any id at padding.
+            positions: rotary positions, as in `forward`.
+            valid: which tokens belong to the row; others are written but never attended to.
+            prefix: from `prefill`.
+            cache: what the rows hold so far.
+            layers: `decode_params()`, when made outside a loop.
+
+        Returns:
+            Final-normed hidden states of the block, and the longer cache.
+        """
+        config = self.config
+        layers = self.decode_params() if layers is None else layers
+        slot_valid = write_slots(cache.valid, valid, cache.cursor)
+        reach = cache.cursor + jnp.arange(ids.shape[1])
+        mask = (jnp.arange(cache.slots) <= reach[:, None]) & slot_valid[:, None, :]
+        angles = rope_angles(positions, config.head_dim, config.rope_theta)
+        hidden = self._embed(ids)
+        all_keys, all_values = [], []
+
+        for index, params in enumerate(layers):
+
+            def attention(q: Array, k: Array, v: Array, index: int = index) -> Array:
+                all_keys.append(write_slots(cache.keys[index], k, cache.cursor))
+                all_values.append(write_slots(cache.values[index], v, cache.cursor))
+                shared = prefix.keys[index], prefix.values[index]
+                return _attend(config, q, all_keys[-1], all_values[-1], mask, *shared)
+
+            hidden = _block(config, params, hidden, angles, attention)[0]
+        cache = DecodeCache(tuple(all_keys), tuple(all_values), slot_valid, cache.cursor + ids.shape[1])
+        return _rms_norm(hidden, self.final_norm[...], config), cache
+
+    def head(self) -> Float[Array, "vocab width"]:
+        """The matrix whose rows score the vocabulary: the embedding where they are tied."""
+        return self.embedding[...] if self.config.tie_embeddings else self.head_matrix[...]
+
+    def logits(self, hidden: Float[Array, "*rows width"]) -> Float[Array, "*rows vocab"]:
+        """Scores of the whole vocabulary, float32."""
+        return _product("...d,vd->...v", hidden, self.head(), self.config, jnp.float32)
+
+    def token_logits(
+        self, hidden: Float[Array, "*rows width"], tokens: Int[Array, "*rows choices"]
+    ) -> Float[Array, "*rows choices"]:
+        """Scores of the given tokens only, float32: `logits` gathered at `tokens` without computing the rest."""
+        return _product("...d,...ad->...a", hidden, self.head()[tokens], self.config, jnp.float32)
+
+    def _stacked(self) -> dict[str, Array]:
+        return {name: parameter[...] for name, parameter in self.layers.items()}
+
+    def _embed(self, ids: Int[Array, "batch tokens"]) -> Float[Array, "batch tokens width"]:
+        return self.embedding[...][ids].astype(self.config.dtype)
+
+    def _scan(self, body: Callable, carry: Array, stacked: Any) -> tuple[Array, Any]:
+        return jax.lax.scan(body, carry, stacked, unroll=self.config.layers <= UNROLLED_LAYERS)
+
+
+def _block(
+    config: ModelConfig,
+    params: LayerParams,
+    hidden: Float[Array, "batch tokens width"],
+    angles: tuple[Array, Array],
+    attention: Callable[[Array, Array, Array], Array],
+) -> tuple[Float[Array, "batch tokens width"], Array, Array]:
+    """One transformer block, and its new keys and values.
+
+    `attention(queries, keys, values)` decides what the rows attend to.
+    """
+    normed = _rms_norm(hidden, params["attention_norm"], config)
+    queries, keys, values = (_project(config, params, name, normed) for name in ("query", "key", "value"))
+    if config.qk_norm:
+        queries = _rms_norm(queries, params["query_norm"], config)
+        keys = _rms_norm(keys, params["key_norm"], config)
+    queries, keys = rotate(queries, *angles), rotate(keys, *angles)
+    mixed = _product("bthd,ehd->bte", attention(queries, keys, values), params["output"], config)
+    if config.output_bias:
+        mixed = mixed + params["output_bias"].astype(mixed.dtype)
+    hidden = hidden + mixed
+    normed = _rms_norm(hidden, params["ffn_norm"], config)
+    gate = _product("bte,fe->btf", normed, params["gate"], config)
+    up = _product("bte,fe->btf", normed, params["up"], config)
+    return hidden + _product("btf,ef->bte", jax.nn.silu(gate) * up, params["down"], config), keys, values
+
+
+def _project(config: ModelConfig, params: LayerParams, name: str, normed: Array) -> Array:
+    projected = _product("bte,hde->bthd", normed, params[name], config)
+    return projected + params[f"{name}_bias"].astype(projected.dtype) if config.qkv_bias else projected
+
+
+def _attend(config: ModelConfig, q: Array, k: Array, v: Array, mask: Array, pk: Array, pv: Array) -> Array:
+    return attend(q, k, v, mask, pk, pv, config.precision)
+
+
+def _product(equation: str, x: Array, matrix: Array, config: ModelConfig, result: Any = None) -> Array:
+    """An einsum in the compute type at the configuration's precision."""
+    x, matrix = x.astype(config.dtype), matrix.astype(config.dtype)
+    return jnp.einsum(equation, x, matrix, precision=config.precision, preferred_element_type=result or config.dtype)
+
+
+def _rms_norm(x: Array, scale: Array, config: ModelConfig) -> Array:
+    """x / sqrt(mean(x^2) + epsilon) * scale over the last axis, in float32 (arXiv 1910.07467)."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_epsilon)
+    return (wide * scale.astype(jnp.float32)).astype(x.dtype)

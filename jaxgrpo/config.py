@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -286,8 +287,12 @@ def with_options(config: TrainConfig, options: Mapping[str, Any], *, source: str
     return _replace(config, options)
 
 
-def resolve(options: Mapping[str, Any] | None = None, *, toml: Path | None = None) -> TrainConfig:
+def resolve(
+    options: Mapping[str, Any] | None = None, *, toml: Path | None = None, resumed: TrainConfig | None = None
+) -> TrainConfig:
     """The configuration that presets, a TOML file and given options make, each overriding the one before.
+
+    A resumed run's own options stand where otherwise the preset made for the model does.
 
     Raises:
         ConfigError: an unknown preset or option, an unreadable file, or a value out of range.
@@ -295,12 +300,17 @@ def resolve(options: Mapping[str, Any] | None = None, *, toml: Path | None = Non
     options = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     from_file = read_toml(toml) if toml else {}
     chosen = {**from_file, **options}
-    preset = chosen.get("preset") or default_preset(chosen.get("model", TrainConfig.model))
-    if preset not in PRESETS:
-        raise ConfigError(f"--preset {preset}: unknown; allowed are {', '.join(PRESETS)}.{nearest(preset, PRESETS)}")
+    preset = chosen.get("preset")
+    if preset is None and resumed is None:
+        preset = default_preset(str(chosen.get("model", TrainConfig.model)))
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(
+            f"--preset {preset}: unknown; allowed are {', '.join(PRESETS)}.{nearest(str(preset), PRESETS)}"
+        )
     # Presets meet the user's options before any value is judged: a preset alone need not fit the user's sizes.
-    merged = {**PRESETS[preset], **from_file, **options, "preset": preset}
-    return with_options(TrainConfig(), merged, source=f"{toml}: " if toml and from_file.keys() - options.keys() else "")
+    merged = {**PRESETS[preset], **chosen, "preset": preset} if preset else chosen
+    source = f"{toml}: " if toml and from_file.keys() - options.keys() else ""
+    return with_options(resumed or TrainConfig(), merged, source=source)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -315,16 +325,42 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: no such file.") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read as TOML ({error}).") from None
+    return from_tables(tables)
+
+
+def from_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by flat name from a mapping whose sections may be nested (as in TOML files and config.json)."""
     flat: dict[str, Any] = {}
     for name, value in tables.items():
         flat |= value if isinstance(value, dict) else {name: value}
     return {name.replace("-", "_"): value for name, value in flat.items()}
 
 
+def from_text(kind: type, texts: Mapping[str, str]) -> dict[str, Any]:
+    """Options given as text, each turned into the type that its field in the (nested) dataclass `kind` declares.
+
+    Raises:
+        ConfigError: a text is no such value; the line names the option.
+    """
+    kinds = field_types(kind)
+    return {name: _convert(name, kinds[name], _parse(kinds[name], text)) for name, text in texts.items()}
+
+
+def field_types(kind: type) -> dict[str, Any]:
+    """Declared type of every option of a (nested) dataclass, by flat name."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        nested = dataclasses.is_dataclass(field.type) and isinstance(field.type, type)
+        flat |= field_types(field.type) if nested else {field.name: field.type}
+    return flat
+
+
 def differing_results(a: TrainConfig, b: TrainConfig) -> list[str]:
     """Names of the options that shape results and differ between two configurations."""
     one, other = flatten(a), flatten(b)
-    return [name for name in one if name not in _NOT_RESULTS and one[name] != other[name]]
+    # A decaying learning rate depends on where the run ends; otherwise a run may be made longer.
+    free = _NOT_RESULTS - ({"iterations"} if one["schedule"] != "constant" else set())
+    return [name for name in one if name not in free and one[name] != other[name]]
 
 
 def nearest(name: str, known: Iterable[str], *, option: bool = False) -> str:
@@ -339,6 +375,20 @@ def _option(name: str) -> str:
     return name.replace("_", "-")
 
 
+def _parse(kind: Any, text: str) -> Any:
+    """The number or None that a text stands for, where `kind` allows one; else the text itself."""
+    kinds = getattr(kind, "__args__", (kind,))
+    if type(None) in kinds and text == "None":
+        return None
+    for number in (int, float):
+        if number in kinds:
+            try:
+                return number(text)
+            except ValueError:
+                continue
+    return text
+
+
 def _replace(config: Any, options: Mapping[str, Any]) -> Any:
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -348,6 +398,9 @@ def _replace(config: Any, options: Mapping[str, Any]) -> Any:
         elif field.name in options:
             changes[field.name] = _convert(field.name, field.type, options[field.name])
     return dataclasses.replace(config, **changes)
+
+
+_KIND_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "None"}
 
 
 def _convert(name: str, kind: Any, value: Any) -> Any:
@@ -363,8 +416,10 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not any(isinstance(value, k) and (k is bool or not isinstance(value, bool)) for k in kinds):
-        names = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
+        names = " or ".join(_KIND_NAMES[k] for k in kinds)
         raise ConfigError(f"--{_option(name)} {value!r}: must be {names}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"--{_option(name)} {value}: must be finite.")
     return value
 
 

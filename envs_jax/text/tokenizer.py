@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers as the renderer and the reply automata need them: ids, raw bytes, control tokens, chat frame.
+"""Byte-level BPE tokenizers as the renderer and the reply automata need them: ids, raw bytes, control tokens, frame.
 
 Everything is built on Hugging Face `tokenizers`; neither torch nor (unless a hub name is given) `transformers` is
 imported.
@@ -39,14 +39,16 @@ CHATML_TEMPLATE = """\
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")
 """Control tokens that end a reply in every family that has them."""
 
-# Qwen2.5's added tokens, from id 151643 on, in the order of its tokenizer_config.json; the second part is not "special".
+# Qwen2.5's added tokens, from id 151643 on, in the order of its tokenizer_config.json; only the first are "special".
 _QWEN_CONTROL = (
-    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
-    "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
-).split()
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
+    *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+)
 _QWEN_PLAIN = (
-    "<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>"
-).split()
+    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>"),
+    *("<|repo_name|>", "<|file_sep|>"),
+)
 _QWEN_BASE_SIZE = 151643
 
 _GGUF_CONTROL, _GGUF_USER_DEFINED = 3, 4

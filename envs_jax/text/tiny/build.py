@@ -19,16 +19,16 @@ CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 WORDS = ("left", "down", "right", "up")
 PROSE = """\
-You play Frozen Lake. Reach G, avoid H. The lake is a grid of tiles seen from above. Column x grows to the right, row y
-grows downwards, the top left tile is (0, 0). P is the player, F is frozen and safe, H is a hole, G is the goal. Falling
-into a hole ends the game. The ice is slippery: a move may slide to either side. You move one tile at a time.
-You play Snake. The board has a width and a height; (x, y) counts from the bottom left cell, y grows upwards. Eat apples
-and bananas, avoid fire, walls and all bodies. Your head is P, your body is B, the enemy's head is E, its body is D, A is
-an apple. The game ends when a snake dies or the last round is over. Eating makes a snake longer by one.
+You play Frozen Lake. Reach G, avoid H. The lake is a grid of tiles seen from above. Column x grows to the right, row
+y grows downwards, the top left tile is (0, 0). P is the player, F is frozen and safe, H is a hole, G is the goal.
+Falling into a hole ends the game. The ice is slippery: a move may slide to either side. You move one tile at a time.
+You play Snake. The board has a width and a height; (x, y) counts from the bottom left cell, y grows upwards. Eat
+apples and bananas, avoid fire, walls and all bodies. Your head is P, your body is B, the enemy's head is E, its body
+is D, A is an apple. The game ends when a snake dies or the last round is over. Eating makes a snake longer by one.
 Reply with one action out of left, down, right, up. First think, then plan, then act. Write your reasons between the
-think tags, your plan between the plan tags and one action word between the action tags. The player is at (1, 2). The goal
-is at (3, 3). The enemy is at (7, 4). Apples are at (0, 1), (5, 9). I go left. I go right. I go up. I go down. The hole
-is below me, so the next safe step is to the right. Avoid the wall and move towards the goal.
+think tags, your plan between the plan tags and one action word between the action tags. The player is at (1, 2). The
+goal is at (3, 3). The enemy is at (7, 4). Apples are at (0, 1), (5, 9). I go left. I go right. I go up. I go down.
+The hole is below me, so the next safe step is to the right. Avoid the wall and move towards the goal.
 """
 
 

@@ -24,7 +24,10 @@ SCHEMA_VERSION = 1
 
 TIMING_KEYS = ("seconds", "episodes_per_s", "tokens_per_s")
 """The keys of a metrics or evaluation row that depend on the machine, always its last ones.
-Two runs with equal configurations and versions write rows that are identical apart from them."""
+
+Two runs with equal configurations and versions write rows that are identical apart from them. Tokens are those the
+model read and wrote in play, the shared prefix not counted.
+"""
 
 METRIC_KEYS = (
     "iteration",
@@ -261,8 +264,8 @@ def without_timings(row: Mapping[str, Any]) -> dict[str, Any]:
 def digest(tree: PyTree) -> UInt32[Array, ""]:
     """One number that tells two pytrees of arrays apart: any changed bit, or two values swapped, changes it.
 
-    Every element's bits are mixed with its position and the number of its leaf, and all are summed modulo 2**32. A sum of
-    integers does not depend on its order, so neither does the digest on how the arrays lie on the devices.
+    Every element's bits are mixed with its position and the number of its leaf, and all are summed modulo 2**32. A sum
+    of integers does not depend on its order, so neither does the digest on how the arrays lie on the devices.
     """
     total = jnp.uint32(0)
     for number, leaf in enumerate(jax.tree.leaves(tree)):
@@ -317,6 +320,24 @@ def new_manifest(config: TrainConfig, state: Any) -> dict[str, Any]:
     }
 
 
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a run.
+
+    Raises:
+        ConfigError: it is missing, cannot be read, or has another schema version.
+    """
+    try:
+        manifest = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); put the file back, or start in another folder.") from None
+    if manifest.get("schema_version") != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{path}: schema version {manifest.get('schema_version')}, and this jaxgrpo reads {SCHEMA_VERSION}; "
+            "use the version of jaxgrpo that the run was started with."
+        )
+    return manifest
+
+
 def machine() -> dict[str, Any]:
     """Versions, devices, processor and flags that results may depend on."""
     return {
@@ -339,7 +360,7 @@ def _version(package: str) -> str | None:
 
 
 def _cpu() -> dict[str, Any]:
-    """Processor model, threads, and a digest of its feature flags: compiled code differs by them, and so may the last bits."""
+    """The processor and a digest of its feature flags: compiled code differs by them, and so may the last bits."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

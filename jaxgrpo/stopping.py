@@ -1,0 +1,61 @@
+"""A clean stop: SIGINT and SIGTERM are noted at once, even while compiled code runs, and obeyed between iterations."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+_WATCHED = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """While entered, remembers the first SIGINT or SIGTERM; a further SIGINT ends the process at once with code 130.
+
+    Python runs its own handlers only between bytecodes, which may be minutes apart when the main thread waits for the
+    device. So a thread reads the signals from the descriptor to which the interpreter writes them as they come.
+    Outside the main thread, where Python takes no handlers, nothing is watched.
+    """
+
+    def __init__(self, on_first: Callable[[signal.Signals], None], on_abort: Callable[[], None]) -> None:
+        """Both callbacks run in the watching thread."""
+        self.received: signal.Signals | None = None
+        self._on_first, self._on_abort = on_first, on_abort
+        self._active = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._active = True
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._previous_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in _WATCHED}
+        self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._active:
+            return
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_descriptor)
+        os.close(self._writer)  # ends the thread: it reads the end of the file
+        self._thread.join()
+        os.close(self._reader)
+        self._active = False
+
+    def _watch(self) -> None:
+        while byte := os.read(self._reader, 1):
+            if byte[0] not in _WATCHED:
+                continue
+            if self.received is None:
+                self.received = signal.Signals(byte[0])
+                self._on_first(self.received)
+            elif byte[0] == signal.SIGINT:
+                self._on_abort()
+                os._exit(128 + signal.SIGINT)

@@ -1,0 +1,355 @@
+"""The host loop: runs the compiled step, and sees to metrics, checkpoints, evaluation and a clean stop."""
+
+import contextlib
+import dataclasses
+import datetime
+import enum
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxgrpo import report
+from jaxgrpo.checkpoints import Checkpoints, bytes_of
+from jaxgrpo.config import ConfigError, TrainConfig
+from jaxgrpo.display import Display
+from jaxgrpo.records import (
+    JsonLines,
+    RunFolder,
+    disk_is_full,
+    new_manifest,
+    ordered_row,
+    read_manifest,
+    state_digests,
+    write_config,
+    write_json,
+)
+from jaxgrpo.stopping import StopSignals
+
+if TYPE_CHECKING:
+    from jaxgrpo.build import Experiment
+
+SKIPPED_LIMIT = 20
+"""Iterations in a row without a finite update after which a run is given up."""
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of `jaxgrpo train`."""
+
+    DONE = 0
+    """All iterations are done, or --max-seconds is over."""
+    USER_ERROR = 2
+    """An option or file is wrong; one line says which."""
+    NON_FINITE = 3
+    """Update after update was skipped because its gradient was not finite."""
+    INTERRUPTED = 128 + signal.SIGINT
+    """SIGINT; a checkpoint was written."""
+    PREEMPTED = 128 + signal.SIGTERM
+    """SIGTERM; a checkpoint was written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How a session of training ended."""
+
+    folder: Path
+    """Folder of the run."""
+    iteration: int
+    """Iterations the run has behind it."""
+    exit: Exit
+    """Why it ended."""
+    before: dict[str, Any] | None
+    """Evaluation on held-out episodes before the first iteration."""
+    after: dict[str, Any] | None
+    """Evaluation on the same episodes at the end; None where the session was cut off."""
+
+
+def train(config: TrainConfig, *, experiment: "Experiment | None" = None, quiet: bool = False) -> Run:
+    """Trains as the configuration says, into its folder, until done or told to stop.
+
+    Args:
+        config: the run; with `run.resume` it goes on from the folder's last checkpoint.
+        experiment: what `build(config)` gives, where it is at hand.
+        quiet: show nothing.
+
+    Raises:
+        ConfigError: the configuration and the folder do not agree, or the disk is full or cannot be written.
+    """
+    folder = RunFolder.of(config)
+    is_new = not folder.path.exists()
+    folder.claim(config)
+    if config.run.compilation_cache:
+        use_compilation_cache()
+    try:
+        experiment = experiment or _build(config)
+    except BaseException:
+        if is_new:
+            folder.path.rmdir()  # it is empty still: a mistake in the options leaves nothing behind
+        raise
+    display = Display(quiet=quiet)
+    with StopSignals(_announce(display), display.stop) as signals:
+        try:
+            with contextlib.closing(_Session(config, folder, experiment, display, signals)) as session:
+                return session.run()
+        except Exception as error:
+            if disk_is_full(error):
+                raise ConfigError(_disk_full_line(folder)) from error
+            raise
+
+
+def use_compilation_cache() -> None:
+    """Keep every compiled program between processes, in $JAX_COMPILATION_CACHE_DIR or ~/.cache/jaxgrpo."""
+    if not jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser("~/.cache/jaxgrpo"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _build(config: TrainConfig) -> "Experiment":
+    from jaxgrpo.build import build
+
+    return build(config)
+
+
+def _announce(display: Display) -> Any:
+    def announce(received: signal.Signals) -> None:
+        again = "; again to abort at once" if received == signal.SIGINT else ""
+        display.say(f"{received.name}: finishing this iteration, then a checkpoint{again}.")
+
+    return announce
+
+
+def _disk_full_line(folder: RunFolder) -> str:
+    whole = sorted(int(path.name) for path in folder.checkpoints.glob("*") if path.name.isdigit())
+    kept = f"the checkpoint of iteration {whole[-1]} is whole" if whole else "no checkpoint was written yet"
+    return f"{folder.path}: the disk is full; {kept}. Free some space, then go on with --resume."
+
+
+class _Session:
+    """One process's part of a run: from a fresh start or a checkpoint to the end or a stop."""
+
+    def __init__(
+        self, config: TrainConfig, folder: RunFolder, experiment: "Experiment", display: Display, signals: StopSignals
+    ) -> None:
+        self.config, self.folder, self.experiment = config, folder, experiment
+        self.display, self.signals = display, signals
+        self.checkpoints = Checkpoints(folder.checkpoints, keep=config.run.keep)
+        self.state = experiment.init()
+        self._require_space()
+        start = self.checkpoints.latest
+        if start is None:
+            self._begin()
+        else:
+            self._restore(start)
+        self.pending: tuple[int, dict[str, jax.Array]] | None = None
+        self.skipped = 0
+
+    def close(self) -> None:
+        """Let go of all files. A checkpoint that fails this late was reported by the wait before it."""
+        self.display.stop()
+        self.metrics.close()
+        self.evaluations.close()
+        with contextlib.suppress(Exception):
+            self.checkpoints.close()
+
+    # -- Start ------------------------------------------------------------------------------------------------------
+
+    def _require_space(self) -> None:
+        needed, free = bytes_of(self.state), shutil.disk_usage(self.folder.path).free
+        if free < needed:
+            raise ConfigError(
+                f"--out {self.folder.path}: {free / 1e6:,.0f} MB are free and a checkpoint takes "
+                f"{needed / 1e6:,.0f} MB; free some space or give another folder."
+            )
+
+    def _begin(self) -> None:
+        if self.config.run.resume:
+            self.display.say("The run was stopped before its first checkpoint: starting it again.")
+        self.iteration = 0
+        self.metrics = JsonLines(self.folder.metrics)
+        self.evaluations = JsonLines(self.folder.evaluations)
+        self.manifest = new_manifest(self.config, self.state)
+        write_config(self.folder.config, self.config)
+        self._record_session()
+
+    def _restore(self, iteration: int) -> None:
+        self.state = self.checkpoints.restore(iteration, self.state)
+        self.iteration = iteration
+        self.metrics = JsonLines(self.folder.metrics, keep=lambda i: i <= iteration)
+        if [row["iteration"] for row in self.metrics.rows] != list(range(1, iteration + 1)):
+            raise ConfigError(
+                f"{self.folder.metrics}: does not hold the {iteration} iterations before the checkpoint; "
+                "put the file back, or start in another folder."
+            )
+        # An evaluation made only because a session ended early is not part of the run as it would have been.
+        self.evaluations = JsonLines(self.folder.evaluations, keep=lambda i: i <= iteration and self._is_due(i))
+        self.manifest = read_manifest(self.folder.manifest)
+        self.manifest["digests"].pop("end", None)
+        write_config(self.folder.config, self.config)
+        self._record_session()
+        self.display.say(f"Resuming after iteration {iteration}.")
+
+    def _record_session(self) -> None:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.manifest["sessions"].append({"started": now, "from": self.iteration, "to": None, "ended": None})
+        write_json(self.folder.manifest, self.manifest)
+
+    # -- Loop -------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Run:
+        """Train to the end or to a reason to stop, and leave everything in order."""
+        self._say_what()
+        self._evaluate_if_due()
+        self.display.start(self.iteration, self.config.iterations)
+        ending = self._iterate()
+        self._drain()
+        self._checkpoint()
+        self.display.stop()
+        if ending == Exit.DONE:
+            self._evaluate()
+        self.checkpoints.wait()
+        return self._finish(ending)
+
+    def _iterate(self) -> Exit:
+        run, hyperparameters = self.config.run, self.experiment.hyperparameters
+        self.began = self.clock = time.monotonic()
+        while self.iteration < self.config.iterations:
+            if (reason := self._reason_to_stop()) is not None:
+                return reason
+            self.state, metrics = self.experiment.step(self.state, hyperparameters)
+            # The metrics of the iteration before are fetched while the device works on this one.
+            self._drain()
+            self.iteration += 1
+            self.pending = (self.iteration, metrics)
+            if self.iteration % run.checkpoint_every == 0:
+                self._checkpoint()
+            self._evaluate_if_due()
+        self._drain()
+        return self._reason_to_stop() or Exit.DONE
+
+    def _reason_to_stop(self) -> Exit | None:
+        if self.signals.received is not None:
+            return Exit(128 + self.signals.received)
+        if self.skipped >= SKIPPED_LIMIT:
+            return Exit.NON_FINITE
+        limit = self.config.run.max_seconds
+        if limit is not None and time.monotonic() - self.began >= limit:
+            return Exit.DONE
+        return None
+
+    def _drain(self) -> None:
+        """Write the row of the iteration whose metrics are still on the device."""
+        if self.pending is None:
+            return
+        iteration, metrics = self.pending
+        self.pending = None
+        values = {name: _shortest(value) for name, value in jax.device_get(metrics).items()}
+        now = time.monotonic()
+        seconds, self.clock = now - self.clock, now
+        row = ordered_row(
+            values
+            | {
+                "iteration": iteration,
+                "seconds": round(seconds, 4),
+                "episodes_per_s": round(self.config.episodes / seconds, 2),
+                "tokens_per_s": round(values["played_tokens"] / seconds, 1),
+            }
+        )
+        self.metrics.append(row)
+        self.display.row(row)
+        learn = self.config.learn
+        all_skipped = values["skipped_updates"] >= learn.passes * learn.minibatches
+        self.skipped = self.skipped + 1 if all_skipped else 0
+
+    def _checkpoint(self) -> None:
+        """Start a checkpoint of this iteration; all rows up to it are on the disk before it can be whole."""
+        self._drain()
+        if self.checkpoints.latest == self.iteration:
+            return
+        self.metrics.sync()
+        self.evaluations.sync()
+        self.checkpoints.save(self.iteration, self.state)
+        self.clock = time.monotonic()
+
+    # -- Evaluation -------------------------------------------------------------------------------------------------
+
+    def _is_due(self, iteration: int) -> bool:
+        every = self.config.run.evaluate_every
+        return iteration in (0, self.config.iterations) or (every > 0 and iteration % every == 0)
+
+    def _evaluate_if_due(self) -> None:
+        if self._is_due(self.iteration):
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Play the held-out episodes, unless a row says what came of them at this iteration."""
+        if self._evaluation(self.iteration) is not None:
+            return
+        self._drain()
+        run, began = self.config.run, time.monotonic()
+        outcome = self.experiment.evaluate(
+            self.state.params, episodes=run.evaluate_episodes, temperature=run.evaluate_temperature
+        )
+        self.clock = time.monotonic()
+        row = {"iteration": self.iteration, **_summary(outcome), "temperature": run.evaluate_temperature}
+        self.evaluations.append({**row, "seconds": round(self.clock - began, 4)})
+        when = "before" if self.iteration == 0 else f"after {self.iteration}"
+        self.display.say(f"held-out success {when}: {row['success_rate']:.3f} ({row['episodes']} episodes)")
+
+    def _evaluation(self, iteration: int) -> dict[str, Any] | None:
+        return next((row for row in self.evaluations.rows if row["iteration"] == iteration), None)
+
+    # -- End --------------------------------------------------------------------------------------------------------
+
+    def _say_what(self) -> None:
+        config, size = self.config, self.manifest["parameters"]
+        self.display.say(
+            f"{config.game} · {config.algorithm} · {config.model} ({size:,} parameters) · "
+            f"{config.play.groups} groups of {config.play.group_size} episodes · seed {config.seed} · "
+            f"{jax.device_count()} {jax.devices()[0].device_kind}"
+        )
+
+    def _finish(self, ending: Exit) -> Run:
+        self.manifest["digests"]["end"] = {"iteration": self.iteration, **state_digests(self.state)}
+        self.manifest["sessions"][-1] |= {"to": self.iteration, "ended": ending.name.lower().replace("_", "-")}
+        write_json(self.folder.manifest, self.manifest)
+        report.draw_curve(self.folder)
+        before, after = self._evaluation(0), self._evaluation(self.iteration)
+        after = after if self.iteration else None
+        for line in self._last_lines(ending, before, after):
+            self.display.say(line)
+        return Run(self.folder.path, self.iteration, ending, before, after)
+
+    def _last_lines(self, ending: Exit, before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[str]:
+        path, lines = self.folder.path, []
+        if before and after:
+            lines.append(
+                f"held-out success before {before['success_rate']:.3f} -> after {after['success_rate']:.3f} "
+                f"({after['episodes']} episodes)"
+            )
+        if ending == Exit.NON_FINITE:
+            lines.append(
+                f"Stopped: {SKIPPED_LIMIT} iterations in a row had no finite gradient; try a lower --learning-rate."
+            )
+        elif self.iteration < self.config.iterations:
+            lines.append(
+                f"Stopped after iteration {self.iteration} of {self.config.iterations}; "
+                f"go on with: jaxgrpo train --out {path} --resume"
+            )
+        lines.append(f"Files in {path}: metrics.jsonl, evaluations.jsonl, curve.png, checkpoints/, manifest.json")
+        return lines
+
+
+def _shortest(value: np.ndarray) -> float:
+    """A float32 scalar as the float whose decimal form is shortest and still reads back to the same float32."""
+    return float(str(np.float32(value)))
+
+
+def _summary(outcome: Any) -> dict[str, Any]:
+    from jaxgrpo.evaluation import summarise
+
+    return summarise(outcome)

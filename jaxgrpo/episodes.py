@@ -1,0 +1,120 @@
+"""What was played, as arrays: replies, episodes of replies, and the rows that losses are made of."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+CLOSED, ENDED, CUT = 0, 1, 2
+"""Why a reply stopped: its action closed, the model ended its turn, or it reached the limit."""
+
+
+class Reply(NamedTuple):
+    """Replies of a batch of rows, as sampled: never decoded and encoded again."""
+
+    ids: Int[Array, "*rows limit"]
+    """Token ids; 0 beyond `length`."""
+    length: Int[Array, "*rows"]
+    """Tokens in the reply, in [1, limit]."""
+    log_prob: Float[Array, "*rows limit"]
+    """Log-probability of each sampled token when it was sampled; 0 elsewhere."""
+    sampled: Bool[Array, "*rows limit"]
+    """Tokens the model chose, the only ones that are trained."""
+    action: Int[Array, "*rows"]
+    """Index of the action that is played: the one read, or 0 where none could be read."""
+    readable: Bool[Array, "*rows"]
+    """Whether an action was read."""
+    stop: Int[Array, "*rows"]
+    """`CLOSED`, `ENDED` or `CUT`."""
+
+
+class Episodes(NamedTuple):
+    """Played episodes. A *sample* is one episode of a group; all samples of a group share their start state."""
+
+    observation: Int[Array, "groups samples steps_and_one tokens"]
+    """Left-padded observation tokens; one more than there are steps, so that the last state is there too."""
+    observation_length: Int[Array, "groups samples steps_and_one"]
+    """Tokens of each observation."""
+    reply: Reply
+    """Replies, `[groups, samples, steps, ...]`."""
+    reward: Float[Array, "groups samples steps"]
+    """The game's reward, less the penalty where the reply was unreadable; 0 after the end."""
+    terminated: Bool[Array, "groups samples steps"]
+    """The step ended the game by its rules."""
+    truncated: Bool[Array, "groups samples steps"]
+    """The step ended the game by its time limit."""
+    alive: Bool[Array, "groups samples steps"]
+    """The step was played: the game was not over before it."""
+    success: Bool[Array, "groups samples"]
+    """The game was won, as the game itself defines it."""
+
+    @property
+    def returns(self) -> Float[Array, "groups samples"]:
+        """Undiscounted return of each episode, penalties included."""
+        return self.reward.sum(-1)
+
+    @property
+    def token_counts(self) -> Int[Array, "episodes steps"]:
+        """Sampled tokens of each played step, groups and samples flattened: what there is to train on."""
+        counts = jnp.where(self.alive, self.reply.sampled.sum(-1), 0)
+        return counts.reshape(-1, counts.shape[-1])
+
+
+class Rows(NamedTuple):
+    """What losses consume: one row a reply, compacted to the front.
+
+    A row is one step of one episode, played without memory. Nothing but its builder may assume so: a row is any
+    context of tokens followed by a reply.
+    """
+
+    observation: Int[Array, "rows tokens"]
+    observation_length: Int[Array, " rows"]
+    reply: Int[Array, "rows limit"]
+    reply_length: Int[Array, " rows"]
+    sampled: Bool[Array, "rows limit"]
+    old_log_prob: Float[Array, "rows limit"]
+    weight: Float[Array, " rows"]
+    """Weight of each token of the row in the loss; 0 in the padding behind the last row."""
+    target: PyTree[Array]
+    """What the algorithm's loss compares the row with; leading axis `rows`."""
+
+    def take(self, index: Int[Array, " some"], present: Bool[Array, " some"]) -> "Rows":
+        """The rows at `index`, with no weight where not `present`."""
+        some = jax.tree.map(lambda x: x[index], self)
+        return some._replace(weight=jnp.where(present, some.weight, 0.0))
+
+
+def build_rows(
+    episodes: Episodes,
+    chosen: Int[Array, " chosen"],
+    visit: Bool[Array, "chosen steps"],
+    weight: Float[Array, "chosen steps"],
+    target: PyTree[Array],
+) -> tuple[Rows, Int[Array, ""]]:
+    """The rows of some episodes, those to visit first, and how many these are.
+
+    Args:
+        episodes: all that were played.
+        chosen: numbers of the episodes to train on, over groups and samples flattened.
+        visit: which of their steps to visit.
+        weight: weight of each token of a step.
+        target: what the loss compares each step with; leading axes `[chosen, steps]`.
+    """
+    steps = visit.shape[1]
+    order = jnp.argsort(~visit.reshape(-1), stable=True)
+    source = chosen[order // steps], order % steps
+
+    def gather(x: Array) -> Array:
+        return x.reshape(-1, *x.shape[2:])[source]
+
+    return Rows(
+        observation=gather(episodes.observation),
+        observation_length=gather(episodes.observation_length),
+        reply=gather(episodes.reply.ids),
+        reply_length=gather(episodes.reply.length),
+        sampled=gather(episodes.reply.sampled),
+        old_log_prob=gather(episodes.reply.log_prob),
+        weight=jnp.where(visit, weight, 0.0).reshape(-1)[order],
+        target=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[order], target),
+    ), visit.sum(dtype=jnp.int32)

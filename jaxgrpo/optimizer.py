@@ -1,0 +1,52 @@
+"""AdamW and learning-rate schedules whose numbers are traced, so that a sweep over them is one compilation."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxgrpo.config import HyperParameters
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def learning_rate(hp: HyperParameters, iteration: Int[Array, ""], schedule: Schedule) -> Float[Array, ""]:
+    """Linear warm-up to the peak, then constant, or falling to 0 at the last iteration in a line or a half cosine."""
+    done = iteration.astype(jnp.float32)
+    warm = jnp.where(hp.warmup > 0, jnp.minimum((done + 1) / jnp.maximum(hp.warmup, 1), 1.0), 1.0)
+    progress = jnp.clip((done - hp.warmup) / jnp.maximum(hp.iterations - hp.warmup, 1), 0.0, 1.0)
+    if schedule == "linear":
+        warm = warm * (1 - progress)
+    elif schedule == "cosine":
+        warm = warm * (0.5 + 0.5 * jnp.cos(jnp.pi * progress))
+    return hp.learning_rate * warm
+
+
+def make_optimizer(hp: HyperParameters, rate: Float[Array, ""], *, clip: bool) -> optax.GradientTransformation:
+    """Global-norm clipping and AdamW (arXiv 1711.05101), built inside the step from traced numbers.
+
+    The state's structure depends on `clip` alone, so that it can be initialised with any numbers.
+
+    Args:
+        hp: betas, epsilon, weight decay and the largest norm.
+        rate: learning rate of this step.
+        clip: whether to clip at all.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(hp.gradient_clip) if clip else optax.identity(),
+        optax.scale_by_adam(hp.adam_b1, hp.adam_b2, hp.adam_epsilon),
+        optax.add_decayed_weights(hp.weight_decay, mask=decays),
+        optax.scale(-rate),
+    )
+
+
+def decays(params: PyTree[Array]) -> PyTree[bool]:
+    """Which parameters weight decay pulls at: all but norms and biases."""
+
+    def one(path: tuple[Any, ...], _: Array) -> bool:
+        name = jax.tree_util.keystr(path)
+        return not ("norm" in name or "bias" in name)
+
+    return jax.tree_util.tree_map_with_path(one, params)

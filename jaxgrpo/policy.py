@@ -1,0 +1,378 @@
+"""The language-agent policy: what a language model and a prompt make of an observation, as an action.
+
+The prompt of the current state goes in, tokens are sampled until the reply closes, and the reply is read as an action.
+The same object gives, for replies that were sampled, the statistics a loss is made of. A reply is a row of `limit`
+token slots; `sampled` marks the tokens that were chosen by the model. Tokens a constraint forces cost neither a random
+number nor, where they come together, a pass through the model each: they have log-probability 0 and are not trained.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from envs_jax.text.grammar import Constraint, Reader
+from jaxgrpo import token_statistics as statistics
+from jaxgrpo.episodes import CLOSED, CUT, ENDED, Reply
+from jaxgrpo.loops import while_any
+from jaxgrpo.model.cache import DecodeCache, Prefix
+from jaxgrpo.model.transformer import Transformer
+from jaxgrpo.sampling import draw
+from jaxgrpo.token_statistics import TokenStatistics
+
+
+class Sampling(NamedTuple):
+    """Numbers that shape the distribution replies are drawn from."""
+
+    temperature: Float[Array, ""]
+    """0 is greedy."""
+    top_p: Float[Array, ""]
+    """Looked at only where the policy was made with `truncate_top_p`."""
+
+
+class _Writing(NamedTuple):
+    """A reply being written."""
+
+    reply: Reply
+    reader: Int[Array, " rows"]
+    constraint: Int[Array, " rows"]
+    done: Bool[Array, " rows"]
+    fresh: Int[Array, " rows"]
+    """Tokens written by the last choice, at the end of the reply: what the model has yet to see."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LanguageAgentPolicy:
+    """A language model as a player of one game.
+
+    Attributes:
+        graphdef: the model without its parameters, from `nnx.split`.
+        prefix_ids: tokens of the static prompt, the same for every observation.
+        reader: reads the action out of a reply.
+        constraint: what replies may be made of; None leaves them free.
+        eos_ids: tokens that end the model's turn.
+        vocab_size: real tokens; the model's head may be padded beyond them.
+        reply_limit: most tokens in a reply, 1 or more.
+        top_k: sample among the k likeliest tokens; 0 is off.
+        truncate_top_p: whether `Sampling.top_p` applies.
+        remat: recompute layers in the backward pass (less memory, more work).
+    """
+
+    graphdef: nnx.GraphDef[Transformer]
+    prefix_ids: np.ndarray
+    reader: Reader
+    constraint: Constraint | None
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+    reply_limit: int
+    top_k: int = 0
+    truncate_top_p: bool = False
+    remat: bool = True
+
+    def model(self, params: nnx.State) -> Transformer:
+        """The model with its parameters."""
+        return nnx.merge(self.graphdef, params)
+
+    def prefix(self, params: nnx.State) -> Prefix:
+        """Keys and values of the static prompt, without a batch axis."""
+        return self.model(params).prefill(jnp.asarray(self.prefix_ids, jnp.int32))
+
+    # Sampling
+
+    def respond(
+        self,
+        params: nnx.State,
+        prefix: Prefix,
+        observation: Int[Array, "rows tokens"],
+        observation_length: Int[Array, " rows"],
+        keys: Key[Array, " rows"],
+        sampling: Sampling,
+    ) -> Reply:
+        """Samples a reply to each observation.
+
+        A row's reply depends on its own observation and key alone, not on its neighbours or on how many they are. The
+        loop ends when every row has closed its action, ended its turn or reached the limit.
+
+        Args:
+            params: of the model.
+            prefix: from `prefix(params)`.
+            observation: left-padded tokens.
+            observation_length: tokens of each observation, in [1, tokens].
+            keys: one a row; token j uses the key folded with j.
+            sampling: temperature and nucleus.
+        """
+        model = self.model(params)
+        layers = model.decode_params()
+        rows, tokens = observation.shape
+        opening = jnp.asarray(self._opening, jnp.int32)
+        block = jnp.concatenate([observation, jnp.broadcast_to(opening, (rows, len(opening)))], axis=1)
+        valid = _left_valid(observation_length, tokens, extra=len(opening))
+        first, last = self.sampled_span
+        slots = block.shape[1] + self._block_width * max(0, last - first - 1)
+        hidden, cache = model.decode(
+            block, _positions(valid, prefix), valid, prefix, model.init_cache(rows, slots), layers
+        )
+        writing = self._choose(model, self._blank(rows), hidden[:, -1], keys, sampling)
+        if last - first <= 1:  # a second choice is impossible, whatever the first
+            return writing.reply
+
+        def step(carry: tuple[_Writing, DecodeCache]) -> tuple[_Writing, DecodeCache]:
+            writing, cache = carry
+            offsets = jnp.arange(self._block_width)
+            slot = (writing.reply.length - writing.fresh)[:, None] + offsets
+            block = jnp.take_along_axis(writing.reply.ids, jnp.minimum(slot, self.reply_limit - 1), axis=1)
+            valid = (offsets < writing.fresh[:, None]) & ~writing.done[:, None]
+            positions = prefix.length + observation_length[:, None] + slot
+            hidden, cache = model.decode(block, positions, valid, prefix, cache, layers)
+            newest = jnp.clip(writing.fresh - 1, 0, self._block_width - 1)
+            hidden = jnp.take_along_axis(hidden, newest[:, None, None], axis=1)[:, 0]
+            return self._choose(model, writing, hidden, keys, sampling), cache
+
+        writing, _ = while_any(lambda carry: jnp.any(~carry[0].done), step, (writing, cache))
+        return writing.reply
+
+    def _blank(self, rows: int) -> _Writing:
+        """Replies that hold only what the constraint forces at the start."""
+        slots = self.reply_limit
+        ids = np.zeros(slots, np.int32)
+        ids[: len(self._opening)] = self._opening
+        reader = jnp.int32(self.reader.start)
+        for token in self._opening:
+            reader = self.reader.step(reader, jnp.int32(token))
+        constraint = 0 if self.constraint is None else self.constraint.forced_next[self.constraint.start]
+        column = jnp.zeros(rows, jnp.int32)
+        return _Writing(
+            Reply(
+                ids=jnp.broadcast_to(ids, (rows, slots)),
+                length=column + len(self._opening),
+                log_prob=jnp.zeros((rows, slots)),
+                sampled=jnp.zeros((rows, slots), bool),
+                action=column,
+                readable=jnp.zeros(rows, bool),
+                stop=column + CUT,
+            ),
+            reader=jnp.broadcast_to(reader, (rows,)),
+            constraint=column + int(constraint),
+            done=jnp.zeros(rows, bool),
+            fresh=column,
+        )
+
+    def _choose(
+        self,
+        model: Transformer,
+        writing: _Writing,
+        hidden: Float[Array, "rows embed"],
+        keys: Key[Array, " rows"],
+        sampling: Sampling,
+    ) -> _Writing:
+        """Samples one token a row, adds the run of tokens it forces, and reads them; finished rows stay as they are."""
+        reply, active = writing.reply, ~writing.done
+        uniform = jax.vmap(lambda key, at: jax.random.uniform(jax.random.fold_in(key, at)))(keys, reply.length)
+        token, log_prob = self._draw(model, hidden, writing.constraint, uniform, sampling)
+        here = (jnp.arange(self.reply_limit) == reply.length[:, None]) & active[:, None]
+        ids = jnp.where(here, token[:, None], reply.ids)
+        length = reply.length + 1
+        reader = jnp.where(active, self.reader.step(writing.reader, token), writing.reader)
+        constraint = writing.constraint
+        if self.constraint is not None:
+            constraint = jnp.where(active, self.constraint.next_state(constraint, token), constraint)
+            ids, length, reader, constraint = self._force(ids, length, reader, constraint, active)
+
+        ended = jnp.isin(token, jnp.asarray(self.eos_ids, jnp.int32)) if self.eos_ids else jnp.zeros_like(active)
+        closed = self.reader.closed(reader)
+        action = self.reader.action(reader)
+        readable = closed & (action >= 0)
+        stop = jnp.where(closed, CLOSED, jnp.where(ended, ENDED, CUT))
+        new = Reply(
+            ids=ids,
+            length=jnp.where(active, length, reply.length),
+            log_prob=jnp.where(here, log_prob[:, None], reply.log_prob),
+            sampled=reply.sampled | here,
+            action=jnp.where(active, jnp.where(readable, action, 0), reply.action),
+            readable=jnp.where(active, readable, reply.readable),
+            stop=jnp.where(active, stop, reply.stop),
+        )
+        done = writing.done | closed | ended | (new.length >= self.reply_limit)
+        return _Writing(new, reader, constraint, done, fresh=new.length - reply.length)
+
+    def _force(
+        self,
+        ids: Int[Array, "rows limit"],
+        length: Int[Array, " rows"],
+        reader: Int[Array, " rows"],
+        constraint: Int[Array, " rows"],
+        active: Bool[Array, " rows"],
+    ) -> tuple[Array, Array, Array, Array]:
+        """Appends the run of tokens that the constraint leaves no choice about, as far as the limit allows."""
+        assert self.constraint is not None
+        run = jnp.asarray(self.constraint.forced_ids, jnp.int32)[constraint]
+        size = jnp.where(active, jnp.asarray(self.constraint.forced_length, jnp.int32)[constraint], 0)
+        at = jnp.arange(self.reply_limit) - length[:, None]
+        inside = (at >= 0) & (at < size[:, None])
+        if run.shape[1] > 0:
+            ids = jnp.where(inside, jnp.take_along_axis(run, jnp.clip(at, 0, run.shape[1] - 1), axis=1), ids)
+        for column in range(run.shape[1]):
+            written = (column < size) & (length + column < self.reply_limit)
+            reader = jnp.where(written, self.reader.step(reader, run[:, column]), reader)
+        after = jnp.asarray(self.constraint.forced_next, jnp.int32)[constraint]
+        return (
+            ids,
+            jnp.minimum(length + size, self.reply_limit),
+            reader,
+            jnp.where(active, after, constraint),
+        )
+
+    def _draw(
+        self,
+        model: Transformer,
+        hidden: Float[Array, "rows embed"],
+        state: Int[Array, " rows"],
+        uniform: Float[Array, " rows"],
+        sampling: Sampling,
+    ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
+        """A token a row with its log-probability, among those the constraint allows."""
+        options = {
+            "temperature": sampling.temperature,
+            "top_k": self.top_k,
+            "top_p": sampling.top_p if self.truncate_top_p else None,
+        }
+        if self.constraint is not None and self.constraint.choices is not None:
+            choices = jnp.asarray(self.constraint.choices, jnp.int32)[state]
+            # Finished rows have no choice left; their first column keeps the numbers finite and is never used.
+            allowed = (choices >= 0).at[:, 0].set(True)
+            logits = model.token_logits(hidden, jnp.maximum(choices, 0))
+            index, log_prob = draw(uniform, jnp.where(allowed, logits, -jnp.inf), **options)
+            return jnp.take_along_axis(choices, index[:, None], axis=1)[:, 0], log_prob
+        logits = model.logits(hidden)
+        allowed = self._allowed(state, jnp.arange(logits.shape[-1], dtype=jnp.int32))
+        # A finished row may have nothing left to choose; token 0 keeps its numbers finite and is never used.
+        allowed = allowed.at[:, 0].set(allowed[:, 0] | ~jnp.any(allowed, axis=1))
+        return draw(uniform, jnp.where(allowed, logits, -jnp.inf), **options)
+
+    def _allowed(self, state: Int[Array, " rows"], ids: Int[Array, " some"]) -> Bool[Array, "rows some"]:
+        """Which of the tokens `ids` each row may take."""
+        real = (ids < self.vocab_size)[None, :]
+        if self.constraint is None:
+            return jnp.broadcast_to(real, (state.shape[0], ids.shape[0]))
+        return real & (self.constraint.next_state(state[:, None], ids[None, :]) >= 0)
+
+    # Training
+
+    def token_statistics(
+        self,
+        params: nnx.State,
+        prefix: Prefix,
+        observation: Int[Array, "rows tokens"],
+        observation_length: Int[Array, " rows"],
+        reply: Int[Array, "rows limit"],
+        reply_length: Int[Array, " rows"],
+        temperature: Float[Array, ""],
+    ) -> TokenStatistics:
+        """Statistics of replies that were sampled, `[rows, limit]`; 0 where no token can have been sampled.
+
+        The distribution is the one `respond` drew from, before truncation: tempered once, over the real vocabulary,
+        renormalised over what the constraint allowed. Logits are made only where a sampled token is predicted.
+        Gradients flow into `params` and into `prefix`.
+        """
+        model = self.model(params)
+        tokens = observation.shape[1]
+        first, last = self.sampled_span
+        replied = jnp.arange(last - 1) < reply_length[:, None]
+        valid = jnp.concatenate([_left_valid(observation_length, tokens), replied], axis=1)
+        ids = jnp.concatenate([observation, reply[:, : last - 1]], axis=1)
+        hidden = model.forward(ids, _positions(valid, prefix), valid, prefix, remat=self.remat)
+        # The state at slot tokens - 1 + j has read the reply up to token j - 1 and predicts token j.
+        predicting = hidden[:, tokens - 1 + first : tokens - 1 + last]
+        taken = reply[:, first:last]
+        found = self._statistics(model, predicting, taken, self._states(reply)[:, first:last], temperature)
+        outside = ((0, 0), (first, self.reply_limit - last))
+        return TokenStatistics(*(jnp.pad(x, outside) for x in found))
+
+    def _statistics(
+        self,
+        model: Transformer,
+        hidden: Float[Array, "rows span embed"],
+        token: Int[Array, "rows span"],
+        state: Int[Array, "rows span"],
+        temperature: Float[Array, ""],
+    ) -> TokenStatistics:
+        if self.constraint is not None and self.constraint.choices is not None:
+            choices = jnp.asarray(self.constraint.choices, jnp.int32)[state]
+            logits = model.token_logits(hidden, jnp.maximum(choices, 0))
+            return statistics.over_choices(logits, choices, token, temperature)
+        flat_state = state.reshape(-1)
+        allowed: Callable | None = None
+        if self.constraint is not None:
+            allowed = lambda ids: self._allowed(flat_state, ids)  # noqa: E731
+        found = statistics.over_vocabulary(
+            hidden.reshape(-1, hidden.shape[-1]),
+            model.head(),
+            model.token_logits(hidden, token[..., None]).reshape(-1),
+            temperature,
+            vocab_size=self.vocab_size,
+            logits=model.logits_of,
+            allowed=allowed,
+        )
+        return TokenStatistics(*(x.reshape(token.shape) for x in found))
+
+    def _states(self, reply: Int[Array, "rows limit"]) -> Int[Array, "rows limit"]:
+        """The constraint's state before each token of a reply; zeros where replies are free."""
+        if self.constraint is None:
+            return jnp.zeros_like(reply)
+        state = jnp.full(reply.shape[0], self.constraint.start, jnp.int32)
+        states = []
+        for column in range(self.reply_limit):
+            states.append(state)
+            # Beyond the end of a reply nothing is allowed: stay in some state, its statistics are not looked at.
+            state = jnp.maximum(self.constraint.next_state(state, reply[:, column]), 0)
+        return jnp.stack(states, axis=1)
+
+    # What is known before any token is sampled
+
+    @property
+    def _opening(self) -> tuple[int, ...]:
+        """The run of tokens every reply begins with."""
+        return () if self.constraint is None else tuple(self.constraint.start_run)
+
+    @property
+    def _block_width(self) -> int:
+        """Tokens a decoding step feeds to the model: a choice and the longest run it may force before the next one."""
+        return 1 if self.constraint is None else 1 + self.constraint.max_middle_run
+
+    @functools.cached_property
+    def sampled_span(self) -> tuple[int, int]:
+        """First slot of a reply that can hold a sampled token, and one past the last: what training must look at."""
+        if self.constraint is None:
+            return 0, self.reply_limit
+        return _sampled_span(self.constraint, self.reply_limit)
+
+
+def _sampled_span(constraint: Constraint, limit: int) -> tuple[int, int]:
+    """Walks every reply the constraint allows, forced runs in one stride, noting the slots where there is a choice."""
+    first = last = min(len(constraint.start_run), limit - 1)
+    states_at: list[set[int]] = [set() for _ in range(limit)]
+    states_at[first].add(int(constraint.forced_next[constraint.start]))
+    for slot in range(first, limit):
+        for state in states_at[slot] - {constraint.finished}:
+            last = slot + 1
+            for chosen in np.unique(constraint.table[state]):
+                after = slot + 1 + int(constraint.forced_length[chosen])
+                if chosen >= 0 and after < limit:
+                    states_at[after].add(int(constraint.forced_next[chosen]))
+    return first, max(last, first + 1)
+
+
+def _left_valid(length: Int[Array, " rows"], tokens: int, extra: int = 0) -> Bool[Array, "rows both"]:
+    """Which slots of left-padded rows hold a token, with `extra` slots behind that always do."""
+    return jnp.arange(tokens + extra) >= tokens - length[:, None]
+
+
+def _positions(valid: Bool[Array, "rows slots"], prefix: Prefix) -> Int[Array, "rows slots"]:
+    """Rotary positions: the i-th token of a row stands i behind the prefix, whatever padding is around it."""
+    return prefix.length + jnp.maximum(jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0)

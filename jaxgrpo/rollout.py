@@ -1,0 +1,222 @@
+"""Episodes of a game played by a language-agent policy, whole, inside one compiled function."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
+
+from envs_jax.games import TokenizedGame
+from jaxgrpo.episodes import Episodes, Reply
+from jaxgrpo.loops import for_count, while_any
+from jaxgrpo.model.cache import Prefix
+from jaxgrpo.policy import LanguageAgentPolicy, Sampling
+
+
+class Keys(NamedTuple):
+    """Where an iteration's randomness comes from: independent of batch size, padding and neighbours.
+
+    Every key is folded from the iteration's with the numbers of the group, the sample, the step and the token.
+    """
+
+    groups: Key[Array, " groups"]
+    samples: Key[Array, "groups samples"]
+
+    @classmethod
+    def make(cls, key: PRNGKeyArray, groups: int, samples: int) -> "Keys":
+        """One key a group, for start states and shared chance; one a sample, for its own."""
+        fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+        of_groups = fold(key, jnp.arange(groups))
+        # Sample numbers start at 1: 0 is the group's own randomness.
+        return cls(of_groups, jax.vmap(fold, in_axes=(0, None))(of_groups, 1 + jnp.arange(samples)))
+
+
+_RESET, _CHANCE, _REPLY = 0, 1, 2
+
+
+def _purpose(keys: Key[Array, "*shape"], purpose: int, step: Int[Array, ""] | int = 0) -> Key[Array, "*shape"]:
+    def fold(key: PRNGKeyArray) -> PRNGKeyArray:
+        return jax.random.fold_in(jax.random.fold_in(key, purpose), step)
+
+    for _ in range(keys.ndim):
+        fold = jax.vmap(fold)
+    return fold(keys)
+
+
+class _Play(NamedTuple):
+    """Games in progress and what was recorded so far; the recording's leading axis is the step."""
+
+    step: Int[Array, ""]
+    state: Any
+    alive: Bool[Array, " episodes"]
+    observation: Int[Array, "steps_and_one episodes tokens"]
+    observation_length: Int[Array, "steps_and_one episodes"]
+    reply: Reply
+    reward: Float[Array, "steps episodes"]
+    terminated: Bool[Array, "steps episodes"]
+    truncated: Bool[Array, "steps episodes"]
+    was_alive: Bool[Array, "steps episodes"]
+
+
+def play(
+    policy: LanguageAgentPolicy,
+    game: TokenizedGame,
+    params: nnx.State,
+    prefix: Prefix,
+    key: PRNGKeyArray,
+    *,
+    groups: int,
+    samples: int,
+    sampling: Sampling,
+    penalty: Float[Array, ""],
+    share_chance: bool = True,
+    rows: int = 0,
+) -> Episodes:
+    """Plays `groups` start states `samples` times each, until every game is over.
+
+    An unreadable reply plays the first action and costs `penalty`; the episode goes on.
+
+    Args:
+        policy: the player.
+        game: the game, with its text for the policy's tokenizer.
+        params: of the policy's model.
+        prefix: from `policy.prefix(params)`.
+        key: of this iteration.
+        groups: number of start states.
+        samples: episodes of each.
+        sampling: temperature and nucleus.
+        penalty: taken off the reward where a reply could not be read.
+        share_chance: whether the samples of a group also share the game's randomness at every step.
+        rows: rows given to the model at once; 0 is all. When it is fewer, episodes that are over cost nothing.
+    """
+    environment, game_params, limit = game.environment, game.params, game.environment.max_steps
+    episodes = groups * samples
+    keys = Keys.make(key, groups, samples)
+
+    def per_sample(x: Array) -> Array:
+        return jnp.repeat(x, samples, axis=0)
+
+    observe = jax.vmap(game.observation)
+    start_keys = _purpose(keys.groups, _RESET)
+    state = jax.vmap(lambda k: environment.reset(k, game_params)[1])(start_keys)
+    state = jax.tree.map(per_sample, state)
+    own_keys = keys.samples.reshape(episodes)
+    chance_keys = per_sample(keys.groups) if share_chance else own_keys
+    ids, length = observe(state)
+
+    def buffer(like: Array, steps: int = limit) -> Array:
+        return jnp.zeros((steps, *like.shape), like.dtype)
+
+    flags = jnp.zeros(episodes, bool)
+    begin = _Play(
+        step=jnp.int32(0),
+        state=state,
+        alive=~flags,
+        observation=buffer(ids, limit + 1).at[0].set(ids),
+        observation_length=buffer(length, limit + 1).at[0].set(length),
+        reply=jax.tree.map(buffer, _no_replies(episodes, policy.reply_limit)),
+        reward=buffer(jnp.zeros(episodes)),
+        terminated=buffer(flags),
+        truncated=buffer(flags),
+        was_alive=buffer(flags),
+    )
+
+    def advance(now: _Play) -> _Play:
+        t = now.step
+        reply = _reply_in_parts(
+            policy,
+            params,
+            prefix,
+            now.observation[t],
+            now.observation_length[t],
+            _purpose(own_keys, _REPLY, t),
+            sampling,
+            now.alive,
+            rows or episodes,
+        )
+        _, state, reward, terminated, truncated, _ = jax.vmap(lambda k, s, a: environment.step(k, s, a, game_params))(
+            _purpose(chance_keys, _CHANCE, t), now.state, reply.action
+        )
+        reward = jnp.where(now.alive, reward - penalty * ~reply.readable, 0.0)
+        ids, length = observe(state)
+        return _Play(
+            step=t + 1,
+            state=state,
+            alive=now.alive & ~terminated & ~truncated,
+            observation=now.observation.at[t + 1].set(ids),
+            observation_length=now.observation_length.at[t + 1].set(length),
+            reply=jax.tree.map(lambda all_steps, one: all_steps.at[t].set(one), now.reply, reply),
+            reward=now.reward.at[t].set(reward),
+            terminated=now.terminated.at[t].set(now.alive & terminated),
+            truncated=now.truncated.at[t].set(now.alive & truncated),
+            was_alive=now.was_alive.at[t].set(now.alive),
+        )
+
+    end = while_any(lambda now: jnp.any(now.alive) & (now.step < limit), advance, begin)
+
+    def by_group(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(groups, samples, x.shape[0], *x.shape[2:])
+
+    return Episodes(
+        observation=by_group(end.observation),
+        observation_length=by_group(end.observation_length),
+        reply=jax.tree.map(by_group, end.reply),
+        reward=by_group(end.reward),
+        terminated=by_group(end.terminated),
+        truncated=by_group(end.truncated),
+        alive=by_group(end.was_alive),
+        success=jax.vmap(game.success)(end.state).reshape(groups, samples),
+    )
+
+
+def _reply_in_parts(
+    policy: LanguageAgentPolicy,
+    params: nnx.State,
+    prefix: Prefix,
+    observation: Int[Array, "episodes tokens"],
+    observation_length: Int[Array, " episodes"],
+    keys: Key[Array, " episodes"],
+    sampling: Sampling,
+    alive: Bool[Array, " episodes"],
+    rows: int,
+) -> Reply:
+    """Replies of the episodes that are alive, `rows` at a time; the replies of the others are blank.
+
+    Living episodes are brought to the front, and only as many parts are played as they fill.
+    """
+    episodes = alive.shape[0]
+    if rows >= episodes:
+        reply = policy.respond(params, prefix, observation, observation_length, keys, sampling)
+        return _blank_where(~alive, reply)
+    order = jnp.argsort(~alive, stable=True)
+    order = jnp.pad(order, (0, -episodes % rows), constant_values=episodes)
+    living = alive.sum(dtype=jnp.int32)
+
+    def part(i: Array, replies: Reply) -> Reply:
+        index = jax.lax.dynamic_slice_in_dim(order, i * rows, rows)
+        # Clipped and later dropped: what is beyond the living is played with somebody's observation, for nothing.
+        source = jnp.minimum(index, episodes - 1)
+        reply = policy.respond(params, prefix, observation[source], observation_length[source], keys[source], sampling)
+        target = jnp.where(i * rows + jnp.arange(rows) < living, index, episodes)
+        return jax.tree.map(lambda all_rows, some: all_rows.at[target].set(some, mode="drop"), replies, reply)
+
+    return for_count((living + rows - 1) // rows, part, _no_replies(episodes, policy.reply_limit))
+
+
+def _no_replies(episodes: int, limit: int) -> Reply:
+    row, slots = jnp.zeros(episodes, jnp.int32), jnp.zeros((episodes, limit))
+    return Reply(
+        ids=slots.astype(jnp.int32),
+        length=row,
+        log_prob=slots,
+        sampled=slots.astype(bool),
+        action=row,
+        readable=row.astype(bool),
+        stop=row,
+    )
+
+
+def _blank_where(over: Bool[Array, " episodes"], reply: Reply) -> Reply:
+    blank = _no_replies(over.shape[0], reply.ids.shape[1])
+    return jax.tree.map(lambda no, yes: jnp.where(over.reshape(-1, *[1] * (yes.ndim - 1)), no, yes), blank, reply)

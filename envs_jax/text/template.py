@@ -50,6 +50,11 @@ class Template:
         chosen = iter([_choose(slot, int(value)) for slot, value in zip(slots, values, strict=True)])
         return "".join(next(chosen) if isinstance(part, Slot) else part for part in self.parts)
 
+    def examples(self) -> list[str]:
+        """Texts that between them show every alternative of every slot."""
+        sizes = [len(slot.alternatives) for slot in self.slots]
+        return [self.text([i % size for size in sizes]) for i in range(max(sizes, default=1))]
+
 
 def _choose(slot: Slot, value: int) -> str:
     if not 0 <= value < len(slot.alternatives):

@@ -54,6 +54,9 @@ _QWEN_BASE_SIZE = 151643
 _GGUF_CONTROL, _GGUF_USER_DEFINED = 3, 4
 
 
+_SENTINEL = "5f0d7c31e8"  # stands for the user message; no chat template or system message holds it
+
+
 class TokenizerError(ValueError):
     """A tokenizer file that is missing, damaged or of a kind that is not supported."""
 
@@ -103,6 +106,25 @@ class TextTokenizer:
             raise TokenizerError(
                 f"the tokenizer's chat template refuses messages with roles {roles}: {error}"
             ) from error
+
+    def chat_frame(self, system: str, examples: Iterable[str]) -> tuple[str, str]:
+        """What the chat template puts before and after a user message that follows the system message `system`.
+
+        Args:
+          system: content of the system message.
+          examples: contents of the user message, on which the frame is checked.
+
+        Raises:
+          TokenizerError: the template alters a user message, trims it, or shows it other than once.
+        """
+        parts = self.apply_chat_template(chat_messages(system, _SENTINEL)).split(_SENTINEL)
+        if len(parts) != 2:
+            raise TokenizerError(f"the chat template shows the user message {len(parts) - 1} times; it must do so once")
+        before, after = parts
+        for example in examples:
+            if self.apply_chat_template(chat_messages(system, example)) != before + example + after:
+                raise TokenizerError(f"the chat template alters the user message {example!r}; another one is needed")
+        return before, after
 
     @classmethod
     def tiny(cls) -> "TextTokenizer":
@@ -177,6 +199,11 @@ class TextTokenizer:
             raise TokenizerError(f"no tokenizer at {str(path_or_name)!r}: {reason}") from error
         named = {key: str(value) for key, value in loaded.special_tokens_map.items() if isinstance(value, str)}
         return _assemble(backend, loaded.chat_template or CHATML_TEMPLATE, named)
+
+
+def chat_messages(system: str, user: str) -> list[dict[str, str]]:
+    """A system and a user message in the form that chat templates take."""
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
 def _pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:

@@ -39,7 +39,8 @@ class Constraint(Tables):
     - `class_map`: the token class of each id, its last entry that of every id outside the vocabulary.
     - `table`: the next state, -1 where a token is not allowed.
     - `start`, `finished`: the first state and the one of a complete reply.
-    - `distance`: fewest tokens from each state to `finished`.
+    - `distance`: tokens that suffice to get from each state to `finished`: the fewest that lead out of free text, and
+      then enough for the longest action, so that running out of tokens never decides which action it is.
     - `choices`: the ids allowed in each state, padded with -1; None where a state that is not forced allows more than
       `MOST_CHOICES`.
     - `forced_ids`, `forced_length`, `forced_next`: the longest run of tokens from each state that are each the only one
@@ -67,9 +68,9 @@ class Constraint(Tables):
         Raises `ValueError` for action words that `check_actions` refuses and for a tokenizer that cannot spell them.
         """
         check_actions(actions)
-        class_map, table, start, finished = _token_automaton(_compile_pattern(reply_pattern(actions, reply)), tokenizer)
-        distance = _distances(table, finished)
-        table = np.where((table != DEAD) & (distance[table] != _UNREACHABLE), table, DEAD)
+        automaton = _token_automaton(_compile_pattern(reply_pattern(actions, reply)), tokenizer)
+        class_map, start, finished = automaton.class_map, automaton.start, automaton.finished
+        table = _without_dead_ends(automaton.table, finished)
         allowed = [np.flatnonzero(row[class_map[:-1]] != DEAD) for row in table]
         forced_ids, forced_length, forced_next = _forced_runs(table, class_map, allowed)
         return Constraint(
@@ -77,7 +78,7 @@ class Constraint(Tables):
             table=narrow(table),
             start=start,
             finished=finished,
-            distance=distance,
+            distance=_distances(table, finished, automaton.spelled),
             choices=_list_choices(allowed),
             forced_ids=forced_ids,
             forced_length=forced_length,
@@ -172,15 +173,21 @@ def _compile_pattern(pattern: str) -> _ByteAutomaton:
             if byte != end:
                 table[numbers[state], byte] = numbers[target]
     final = np.array([state in final_states for state in numbers])
-    reaches_end = _distances(table, np.flatnonzero(final)) != _UNREACHABLE
-    table = np.where((table != DEAD) & reaches_end[table], table, DEAD)
+    table = _without_dead_ends(table, np.flatnonzero(final))
     return _ByteAutomaton(*minimise(table, numbers[index.get_initial_state()], final))
 
 
-def _token_automaton(
-    automaton: _ByteAutomaton, tokenizer: Vocabulary
-) -> tuple[Int[np.ndarray, " vocab_and_one"], Int[np.ndarray, "states classes"], int, int]:
-    """Lift to tokens: `(class_map, table, start, finished)`."""
+@dataclasses.dataclass(frozen=True)
+class _TokenAutomaton:
+    class_map: Int[np.ndarray, " vocab_and_one"]
+    table: Int[np.ndarray, "states classes"]
+    start: int
+    finished: int
+    spelled: Bool[np.ndarray, " states"]  # states in which a tag or an action is being spelled, not text written
+
+
+def _token_automaton(automaton: _ByteAutomaton, tokenizer: Vocabulary) -> _TokenAutomaton:
+    """Lift to tokens: the automaton's own alphabet in free text, the tokenizer's spelling everywhere else."""
     free = np.flatnonzero(_cyclic(automaton.table)).tolist()
     finished = int(np.flatnonzero(automaton.final).item())
     entries = _Entries(automaton, {*free, finished}, tokenizer)
@@ -209,7 +216,8 @@ def _token_automaton(
         elif state in lifted:
             rows[number, :-1] = number_of_entry[lifted[state]]
     class_map, table = token_classes(narrow(rows))
-    return class_map, table, numbers[start], numbers[finished]
+    spelled = np.array([not isinstance(state, int) for state in numbers])
+    return _TokenAutomaton(class_map, table, numbers[start], numbers[finished], spelled)
 
 
 def _lift_text(
@@ -292,12 +300,24 @@ def _cyclic(table: Int[np.ndarray, "states symbols"]) -> Bool[np.ndarray, " stat
     return np.diagonal(reach)
 
 
-def _distances(table: Int[np.ndarray, "states symbols"], final: int | np.ndarray) -> Int[np.ndarray, " states"]:
-    """Fewest symbols from each state to a final one."""
+def _without_dead_ends(
+    table: Int[np.ndarray, "states symbols"], final: int | np.ndarray
+) -> Int[np.ndarray, "states symbols"]:
+    """The table less the steps from which no final state can be reached."""
+    live = _distances(table, final, np.zeros(len(table), dtype=bool)) != _UNREACHABLE
+    return np.where((table != DEAD) & live[table], table, DEAD)
+
+
+def _distances(
+    table: Int[np.ndarray, "states symbols"], final: int | np.ndarray, farthest: Bool[np.ndarray, " states"]
+) -> Int[np.ndarray, " states"]:
+    """Steps from each state to a final one: by its nearest next state or, where `farthest`, by its farthest."""
     distance = np.full(len(table), _UNREACHABLE, dtype=np.int64)
     distance[final] = 0
     while True:
-        onward = np.where(table == DEAD, _UNREACHABLE, distance[table]).min(axis=1)
+        following = distance[table]
+        nearest = np.where(table == DEAD, _UNREACHABLE, following).min(axis=1)
+        onward = np.where(farthest, np.where(table == DEAD, DEAD, following).max(axis=1), nearest)
         shorter = np.minimum(distance, np.minimum(onward + 1, _UNREACHABLE))
         if np.array_equal(shorter, distance):
             return distance.astype(np.int32)

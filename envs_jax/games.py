@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from envs_jax.environment import Environment, EnvironmentState
 from envs_jax.frozen_lake import GOAL, FrozenLake
@@ -37,6 +37,7 @@ class TextGame:
       system: the system message: role, rules, actions, form of the reply.
       template: the observation, which is the user message.
       slot_values: `(state, params) -> values` of the template's slots, pure and jittable.
+      won: `(state, params) -> bool` of a finished game, pure and jittable: what success rates count.
       actions: action words; the index is the environment's action.
       reply: the form of the reply: the action alone, or thoughts and a plan before it.
     """
@@ -47,6 +48,7 @@ class TextGame:
     system: str
     template: Template
     slot_values: Callable[[Any, Any], Int[Array, " slots"]]
+    won: Callable[[Any, Any], Bool[Array, ""]]
     actions: tuple[str, ...]
     reply: ReplyMode
 
@@ -195,6 +197,7 @@ def frozen_lake_game(
         system=_lake_system(lake, success_rate, reply) if full else _short_system(reply),
         template=_lake_template(lake.size, goals) if full else Template(_lake_grid(lake.size)),
         slot_values=functools.partial(_lake_values, goals=goals if full else None),
+        won=_lake_won,
         actions=LAKE_ACTIONS,
         reply=reply,
     )
@@ -273,6 +276,12 @@ def _count_goals(lake: FrozenLake) -> int:
     if lake.fixed_map is None or lake.random_goal:
         return 1
     return "".join(lake.fixed_map).count("G")
+
+
+def _lake_won(state: Any, params: Any) -> Bool[Array, ""]:
+    """Whether the player stands on a goal."""
+    del params
+    return state.board[state.position[0], state.position[1]] == GOAL
 
 
 def _lake_values(state: Any, params: Any, *, goals: int | None) -> Int[Array, " slots"]:

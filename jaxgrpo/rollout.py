@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
-from envs_jax.games import TokenizedGame
+from envs_jax.games import TextGame, TokenizedGame
 from jaxgrpo.episodes import Episodes, Reply
 from jaxgrpo.loops import for_count, while_any
 from jaxgrpo.model.cache import Prefix
@@ -33,6 +33,24 @@ class Keys(NamedTuple):
 
 
 _RESET, _CHANCE, _REPLY = 0, 1, 2
+
+
+def start(game: TextGame, keys: Key[Array, " episodes"]) -> Any:
+    """Start states of some games, each from its key."""
+    return jax.vmap(lambda key: game.environment.reset(key, game.params)[1])(_purpose(keys, _RESET))
+
+
+def chance(
+    game: TextGame, keys: Key[Array, " episodes"], step: Int[Array, ""], state: Any, action: Int[Array, " episodes"]
+) -> tuple[Any, Float[Array, " episodes"], Bool[Array, " episodes"], Bool[Array, " episodes"]]:
+    """Plays an action in each of some games: states, rewards, and whether they terminated or were truncated.
+
+    Games whose keys are equal have equal luck at the same step.
+    """
+    _, state, reward, terminated, truncated, _ = jax.vmap(
+        lambda key, s, a: game.environment.step(key, s, a, game.params)
+    )(_purpose(keys, _CHANCE, step), state, action)
+    return state, reward, terminated, truncated
 
 
 def _purpose(keys: Key[Array, "*shape"], purpose: int, step: Int[Array, ""] | int = 0) -> Key[Array, "*shape"]:
@@ -90,7 +108,7 @@ def play(
         share_chance: whether the samples of a group also share the game's randomness at every step.
         rows: rows given to the model at once; 0 is all. When it is fewer, episodes that are over cost nothing.
     """
-    environment, game_params, limit = game.environment, game.params, game.environment.max_steps
+    limit = game.game.environment.max_steps
     episodes = groups * samples
     keys = Keys.make(key, groups, samples)
 
@@ -98,9 +116,7 @@ def play(
         return jnp.repeat(x, samples, axis=0)
 
     observe = jax.vmap(game.observation)
-    start_keys = _purpose(keys.groups, _RESET)
-    state = jax.vmap(lambda k: environment.reset(k, game_params)[1])(start_keys)
-    state = jax.tree.map(per_sample, state)
+    state = jax.tree.map(per_sample, start(game.game, keys.groups))
     own_keys = keys.samples.reshape(episodes)
     chance_keys = per_sample(keys.groups) if share_chance else own_keys
     ids, length = observe(state)
@@ -135,9 +151,7 @@ def play(
             now.alive,
             rows or episodes,
         )
-        _, state, reward, terminated, truncated, _ = jax.vmap(lambda k, s, a: environment.step(k, s, a, game_params))(
-            _purpose(chance_keys, _CHANCE, t), now.state, reply.action
-        )
+        state, reward, terminated, truncated = chance(game.game, chance_keys, t, now.state, reply.action)
         reward = jnp.where(now.alive, reward - penalty * ~reply.readable, 0.0)
         ids, length = observe(state)
         return _Play(
@@ -166,7 +180,7 @@ def play(
         terminated=by_group(end.terminated),
         truncated=by_group(end.truncated),
         alive=by_group(end.was_alive),
-        success=jax.vmap(game.success)(end.state).reshape(groups, samples),
+        success=jax.vmap(lambda s: game.game.won(s, game.game.params))(end.state).reshape(groups, samples),
     )
 
 

@@ -1,0 +1,194 @@
+"""From a configuration to the objects it names: the only place where names become models, games and algorithms."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from envs_jax.games import TokenizedGame, make_game, tokenize_game
+from envs_jax.text.tokenizer import TextTokenizer
+from jaxgrpo.algorithms.algorithm import Algorithm
+from jaxgrpo.algorithms.ms_grpo import MSGRPO
+from jaxgrpo.config import ConfigError, HyperParameters, Switches, TrainConfig
+from jaxgrpo.evaluation import Outcome, play_policy
+from jaxgrpo.model import weights
+from jaxgrpo.model.config import ModelConfig
+from jaxgrpo.model.transformer import Transformer
+from jaxgrpo.policy import LanguageAgentPolicy
+from jaxgrpo.train_step import Metrics, TrainState, TrainStep
+
+_WEIGHTS, _RUN = 0, 1
+"""Folded into the seed's key; held-out episodes have a number of their own in `evaluation`."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Experiment:
+    """What a configuration stands for, ready to run.
+
+    Attributes:
+        config: the configuration.
+        game: the game with its text for the model's tokenizer.
+        train_step: the step, not yet compiled; its `rollout` and `update` can be jitted apart.
+    """
+
+    config: TrainConfig
+    game: TokenizedGame
+    train_step: TrainStep
+    _model: "_Model"
+
+    @property
+    def policy(self) -> LanguageAgentPolicy:
+        """The language-agent policy."""
+        return self.train_step.policy
+
+    @functools.cached_property
+    def hyperparameters(self) -> HyperParameters:
+        """The configuration's traced numbers."""
+        return HyperParameters.from_config(self.config)
+
+    def init(self) -> TrainState:
+        """The state before the first iteration: the model's own weights, or weights drawn from the seed."""
+        key = jax.random.key(self.config.seed)
+        params = self._model.params(jax.random.fold_in(key, _WEIGHTS))
+        return TrainState(
+            params=params,
+            opt_state=jax.jit(self.train_step.init_optimizer)(params, self.hyperparameters),
+            algorithm_state=(),
+            key=jax.random.fold_in(key, _RUN),
+            iteration=jnp.int32(0),
+        )
+
+    def step(self, state: TrainState, hyperparameters: HyperParameters) -> tuple[TrainState, Metrics]:
+        """One iteration, one compiled function. The state given is donated: use the one returned.
+
+        Args:
+            state: where training stands.
+            hyperparameters: traced numbers; changing them does not recompile.
+        """
+        return self._compiled(state, self._reference, hyperparameters)
+
+    def evaluate(self, params: Any, *, episodes: int, temperature: float, seed: int = 0) -> Outcome:
+        """Plays held-out episodes, see `play_policy`."""
+        return play_policy(
+            self.policy,
+            self.game,
+            params,
+            episodes=episodes,
+            temperature=temperature,
+            seed=seed,
+            rows=self.config.play.rollout_rows,
+        )
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        return jax.jit(self.train_step, donate_argnums=0)
+
+    @functools.cached_property
+    def _reference(self) -> Any:
+        """The frozen starting model, where the algorithm compares with it."""
+        return self.init().params if self.train_step.algorithm.uses_reference else None
+
+
+def build(config: TrainConfig) -> Experiment:
+    """The experiment a configuration describes.
+
+    Raises:
+        ConfigError: options that do not go together.
+        GameError: no such game.
+        RenderError: the game's text cannot be rendered exactly with the model's tokenizer.
+        WeightsError: the model is absent, damaged or unknown.
+        UnsupportedModelError: the model has a feature that is not computed here.
+    """
+    model = _Model.find(config.model)
+    options = config.play
+    text_game = make_game(config.game, style=options.style, reply=options.reply)
+    game = tokenize_game(text_game, model.tokenizer, reply_limit=options.reply_limit, constrain=options.constrain)
+    if game.constraint is not None and game.constraint.distance[game.constraint.start] > options.reply_limit:
+        shortest = int(game.constraint.distance[game.constraint.start])
+        raise ConfigError(
+            f"--reply-limit {options.reply_limit}: the shortest readable reply of {config.game} has {shortest} tokens; "
+            f"give at least {shortest}, or --no-constrain."
+        )
+    policy = LanguageAgentPolicy(
+        graphdef=nnx.split(Transformer.abstract(model.config))[0],
+        prefix_ids=game.prefix_ids,
+        reader=game.reader,
+        constraint=game.constraint,
+        eos_ids=tuple(sorted({*game.eos_ids, *model.config.eos_ids})),
+        vocab_size=min(game.tokenizer.vocab_size, model.config.vocab_size),
+        reply_limit=options.reply_limit,
+        top_k=options.top_k,
+        truncate_top_p=Switches.from_config(config).top_p,
+        remat=model.config.layers > _LAYERS_KEPT,
+    )
+    return Experiment(config, game, TrainStep(policy, game, _algorithm(config), config), model)
+
+
+_LAYERS_KEPT = 4
+"""Models of so few layers keep their activations for the backward pass; deeper ones recompute them."""
+
+
+def restore_params(folder: Path) -> tuple[TrainConfig, Any]:
+    """A run's configuration and its parameters as of the last checkpoint.
+
+    Raises:
+        ConfigError: the folder holds no run, or a run without a checkpoint.
+    """
+    from jaxgrpo.checkpoints import Checkpoints
+    from jaxgrpo.records import RunFolder
+
+    run = RunFolder(folder)
+    if not run.config.exists():
+        raise ConfigError(f"--run {folder}: holds no run; give a folder that `jaxgrpo train` made.")
+    config = run.read_config()
+    checkpoints = Checkpoints(run.checkpoints, keep=config.run.keep)
+    latest = checkpoints.latest
+    if latest is None:
+        raise ConfigError(f"--run {folder}: holds no checkpoint yet; let the run reach its first one.")
+    state = checkpoints.restore(latest, build(config).init())
+    checkpoints.close()
+    return config, state.params
+
+
+def _algorithm(config: TrainConfig) -> Algorithm:
+    return {"ms-grpo": MSGRPO.from_config}[config.algorithm](config)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Model:
+    """A model as a name finds it: its configuration and tokenizer, its weights not read yet."""
+
+    path: Path
+    config: ModelConfig
+    tokenizer: TextTokenizer
+
+    @classmethod
+    def find(cls, name: str) -> "_Model":
+        path = weights.resolve_model(name)
+        config = weights.read_config(path, compute_dtype=_compute_dtype())
+        if name == "tiny":
+            tokenizer = TextTokenizer.tiny()
+        elif path.suffix == ".gguf":
+            tokenizer = TextTokenizer.from_gguf(path)
+        else:
+            tokenizer = TextTokenizer.from_pretrained(path)
+        if tokenizer.vocab_size > config.vocab_size:
+            raise ConfigError(
+                f"--model {name}: the tokenizer has {tokenizer.vocab_size} ids and the model only "
+                f"{config.vocab_size}; they do not belong together."
+            )
+        return cls(path, config, tokenizer)
+
+    def params(self, key: jax.Array) -> Any:
+        if self.path.suffix == ".json":
+            return jax.jit(functools.partial(weights.init, self.config))(key)
+        return weights.load(self.path, compute_dtype=self.config.compute_dtype)[1]
+
+
+def _compute_dtype() -> str:
+    """Full precision on the CPU, where it is as fast; bfloat16 on accelerators."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"

@@ -1,0 +1,187 @@
+"""Playing held-out episodes: with a policy, with a uniformly random player, on the same games."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from envs_jax.games import TextGame, TokenizedGame
+from jaxgrpo.config import ConfigError, TrainConfig
+from jaxgrpo.loops import while_any
+from jaxgrpo.policy import LanguageAgentPolicy, Sampling
+from jaxgrpo.rollout import Keys, chance, play, start
+
+_HELD_OUT = 2
+"""Folded into a seed's key: the stream that held-out episodes come from, which training never draws from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of some episodes, one entry each."""
+
+    returns: Float[np.ndarray, " episodes"]
+    """Undiscounted returns, without penalties for unreadable replies."""
+    success: Bool[np.ndarray, " episodes"]
+    """Whether the game was won."""
+    lengths: Int[np.ndarray, " episodes"]
+    """Steps played."""
+    unreadable: Float[np.ndarray, " episodes"]
+    """Share of the steps whose reply could not be read."""
+
+
+def play_policy(
+    policy: LanguageAgentPolicy,
+    game: TokenizedGame,
+    params: Any,
+    *,
+    episodes: int,
+    temperature: float,
+    seed: int = 0,
+    rows: int = 0,
+) -> Outcome:
+    """Plays held-out episodes, the same for the same seed whatever the policy.
+
+    Args:
+        policy: the player.
+        game: the game, with its text.
+        params: of the policy's model.
+        episodes: how many, each from its own start state.
+        temperature: of sampling; 0 is greedy.
+        seed: which held-out episodes.
+        rows: rows given to the model at once; 0 is all.
+    """
+    sampling = Sampling(jnp.float32(temperature), jnp.float32(1.0))
+    return _outcome(_play_policy(policy, game, params, _key(seed), sampling, episodes, rows))
+
+
+def play_random(game: TextGame, *, episodes: int, seed: int = 0) -> Outcome:
+    """The same held-out episodes with actions drawn uniformly."""
+    return _outcome(_play_random(game, _key(seed), episodes))
+
+
+def summarise(outcome: Outcome) -> dict[str, Any]:
+    """Mean, standard deviation (ddof 1) and a 95% interval of the mean return, success rate and number of episodes.
+
+    The interval is mean +- 1.96 standard errors: approximate below some 30 episodes.
+    """
+    returns = outcome.returns.astype(np.float64)
+    episodes = len(returns)
+    spread = float(returns.std(ddof=1)) if episodes > 1 else 0.0
+    mean, half = float(returns.mean()), 1.96 * spread / episodes**0.5
+    return {
+        "return_mean": mean,
+        "return_std": spread,
+        "return_ci95": [mean - half, mean + half],
+        "success_rate": float(outcome.success.mean()),
+        "episode_length": float(outcome.lengths.mean()),
+        "unreadable_rate": float(outcome.unreadable.mean()),
+        "episodes": episodes,
+    }
+
+
+def evaluate_scenarios(
+    subject: TrainConfig | str | Path,
+    scenarios: Sequence[str],
+    *,
+    episodes: int = 50,
+    temperature: float = 0.5,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Plays named scenarios with a model and with a random player.
+
+    Args:
+        subject: the folder of a run, whose last checkpoint plays with the run's wording and reply options; or a
+            configuration, whose model plays as it is before training.
+        scenarios: names of games; none is the subject's own game.
+        episodes: of each scenario, the same for both players.
+        temperature: of sampling; 0 is greedy.
+        seed: which held-out episodes.
+
+    Returns:
+        `{"scenarios": {name: {"model": summary, "random": summary}}}`, see `summarise`.
+
+    Raises:
+        ConfigError: no such run, or nothing to evaluate in it.
+        GameError: no such scenario.
+    """
+    # Only here: building needs evaluation, evaluating needs builds.
+    from jaxgrpo.build import build, restore_params
+
+    if episodes < 1:
+        raise ConfigError(f"--episodes {episodes}: must be at least 1.")
+    if not temperature >= 0:
+        raise ConfigError(f"--temperature {temperature}: must be 0 or more.")
+    config, params = (subject, None) if isinstance(subject, TrainConfig) else restore_params(Path(subject))
+    results = {}
+    for name in scenarios or (config.game,):
+        experiment = build(dataclasses.replace(config, game=name))
+        params = experiment.init().params if params is None else params
+        results[name] = {
+            "model": summarise(experiment.evaluate(params, episodes=episodes, temperature=temperature, seed=seed)),
+            "random": summarise(play_random(experiment.game.game, episodes=episodes, seed=seed)),
+        }
+    return {"scenarios": results}
+
+
+def _key(seed: int) -> PRNGKeyArray:
+    return jax.random.fold_in(jax.random.key(seed), _HELD_OUT)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "game", "episodes", "rows"))
+def _play_policy(
+    policy: LanguageAgentPolicy,
+    game: TokenizedGame,
+    params: Any,
+    key: PRNGKeyArray,
+    sampling: Sampling,
+    episodes: int,
+    rows: int,
+) -> tuple[Array, Array, Array, Array]:
+    played = play(
+        policy,
+        game,
+        params,
+        policy.prefix(params),
+        key,
+        groups=episodes,
+        samples=1,
+        sampling=sampling,
+        penalty=jnp.float32(0),
+        rows=rows,
+    )
+    alive = played.alive[:, 0]
+    lengths = alive.sum(-1)
+    unreadable = jnp.sum(alive & ~played.reply.readable[:, 0], axis=-1) / lengths
+    return played.returns[:, 0], played.success[:, 0], lengths, unreadable
+
+
+@functools.partial(jax.jit, static_argnames=("game", "episodes"))
+def _play_random(game: TextGame, key: PRNGKeyArray, episodes: int) -> tuple[Array, Array, Array, Array]:
+    keys = Keys.make(key, episodes, 1)
+    state = start(game, keys.groups)
+
+    def advance(carry: Any) -> Any:
+        step, state, returns, lengths = carry
+        alive = ~(state.terminated | state.truncated)
+        choice = jax.vmap(lambda k: jax.random.randint(jax.random.fold_in(k, step), (), 0, len(game.actions)))
+        state, reward, _, _ = chance(game, keys.groups, step, state, choice(keys.samples[:, 0]))
+        return step + 1, state, returns + reward, lengths + alive
+
+    def unfinished(carry: Any) -> Bool[Array, ""]:
+        return jnp.any(~(carry[1].terminated | carry[1].truncated))
+
+    nothing = jnp.zeros(episodes)
+    _, state, returns, lengths = while_any(
+        unfinished, advance, (jnp.int32(0), state, nothing, nothing.astype(jnp.int32))
+    )
+    return returns, jax.vmap(lambda s: game.won(s, game.params))(state), lengths, nothing
+
+
+def _outcome(arrays: tuple[Array, Array, Array, Array]) -> Outcome:
+    return Outcome(*(np.asarray(x) for x in arrays))

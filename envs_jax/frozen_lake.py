@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Float32, Int8, Int32, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Float32, Int8, Int32, Key, PRNGKeyArray
 
 from envs_jax.environment import Environment, EnvironmentOptionError, EnvironmentState
 
@@ -112,7 +112,7 @@ class FrozenLake(Environment[FrozenLakeState, FrozenLakeParams]):
         self,
         *,
         success_rate: ArrayLike = 1 / 3,
-        reward_schedule: Sequence[float] | Array | np.ndarray = (1.0, 0.0, 0.0),
+        reward_schedule: Sequence[int | float] | Array | np.ndarray = (1.0, 0.0, 0.0),
         frozen_probability: ArrayLike = 0.8,
     ) -> FrozenLakeParams:
         """Checked parameters from concrete numbers (or batches of them); see `FrozenLakeParams`.
@@ -246,13 +246,17 @@ class FrozenLake(Environment[FrozenLakeState, FrozenLakeParams]):
     def _check_frozen_probability(self, frozen_probability: float, draws: int = 1024):
         """Refuse a probability at which redrawing would take for ever."""
         keys = jax.random.split(jax.random.key(0), draws)
-        solvable = jax.vmap(lambda key: self._draw_once(key, jnp.float32(frozen_probability))[2])(keys)
-        if not solvable.any():
+        if not self._any_playable(keys, jnp.asarray(frozen_probability, jnp.float32)):
             limit = "" if self.solvable_within is None else " or solvable_within"
             raise EnvironmentOptionError(
                 f"frozen_probability is {frozen_probability}: of {draws} maps of size {self.size} none was solvable; "
                 f"raise it{limit}"
             )
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _any_playable(self, keys: Key[Array, "draws"], frozen_probability: Float[Array, ""]) -> Bool[Array, ""]:
+        """Whether at least one of the lakes drawn from these keys may be played."""
+        return jnp.any(jax.vmap(lambda key: self._draw_once(key, frozen_probability)[2])(keys))
 
 
 @functools.partial(jax.jit, static_argnames="horizon")
@@ -338,15 +342,13 @@ def _action_values(
     return jnp.where(board == FROZEN, by_action, 0.0)
 
 
-def _can_reach_goal(
-    board: Int8[ArrayLike, "size size"], start: Int32[ArrayLike, "2"], within: int | None
-) -> Bool[Array, ""]:
+@functools.partial(jax.jit, static_argnames="within")
+def _can_reach_goal(board: Int8[Array, "size size"], start: Int32[Array, "2"], within: int | None) -> Bool[Array, ""]:
     """Whether some path of at most `within` steps (None: any number) leads from start to a goal around the holes.
 
     Flood fill, one step outwards a round, until nothing is added: exact. A shortest path visits no tile twice, so
     `size * size` rounds bound the loop.
     """
-    board, start = jnp.asarray(board), jnp.asarray(start)
     passable = board != HOLE
     limit = board.size if within is None else within
 

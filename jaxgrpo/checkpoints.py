@@ -1,5 +1,6 @@
 """Checkpoints of a train state: asynchronous, atomic, the newest few kept."""
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,6 +60,11 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for what was started and let go of the folder."""
         self._manager.close()
+
+    def abandon(self) -> None:
+        """Close at the end of a session: what was to be saved was waited for, or its failure is being reported."""
+        with contextlib.suppress(Exception):
+            self._manager.close()
 
     def _check(self, iteration: int, wanted: dict[str, Array]) -> None:
         """Compare names, shapes and types before any array is read, for an error that names the array."""

@@ -303,9 +303,10 @@ def _mix(x: Array) -> Array:
     return x ^ (x >> 16)
 
 
-def state_digests(state: Any) -> dict[str, str]:
-    """The digest of every part of a train state, as eight hexadecimal digits."""
-    return {field.name: f"{int(digest(getattr(state, field.name))):08x}" for field in dataclasses.fields(state)}
+def state_digests(state: Any) -> dict[str, Any]:
+    """A train state's iteration, and the digest of every other part of it as eight hexadecimal digits."""
+    parts = [field.name for field in dataclasses.fields(state) if field.name != "iteration"]
+    return {"iteration": int(state.iteration)} | {name: f"{int(digest(getattr(state, name))):08x}" for name in parts}
 
 
 def new_manifest(config: TrainConfig, state: Any) -> dict[str, Any]:

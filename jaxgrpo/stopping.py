@@ -1,17 +1,44 @@
-"""A clean stop: SIGINT and SIGTERM are noted at once, even while compiled code runs, and obeyed between iterations."""
+"""How a run ends: its exit codes, and a clean stop on SIGINT and SIGTERM even while compiled code runs."""
 
+import enum
 import os
 import signal
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+
+SKIPPED_LIMIT = 20
+"""Iterations in a row without a finite update after which a run is given up."""
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of `jaxgrpo`."""
+
+    DONE = 0
+    USER_ERROR = 2
+    NON_FINITE = 3
+    INTERRUPTED = 128 + signal.SIGINT
+    PREEMPTED = 128 + signal.SIGTERM
+
+    @property
+    def meaning(self) -> str:
+        """One line for help pages."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    Exit.DONE: "done: all iterations, or --max-seconds are over",
+    Exit.USER_ERROR: "a wrong option or file, or a full disk; one line on standard error says which",
+    Exit.NON_FINITE: f"given up: {SKIPPED_LIMIT} iterations in a row had no finite gradient",
+    Exit.INTERRUPTED: "interrupted (SIGINT), a checkpoint is written; a second SIGINT aborts at once, without",
+    Exit.PREEMPTED: "preempted (SIGTERM), a checkpoint is written",
+}
 
 _WATCHED = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """While entered, remembers the first SIGINT or SIGTERM; a further SIGINT ends the process at once with code 130.
+    """While entered, remembers the first SIGINT or SIGTERM; a further SIGINT ends the process at once.
 
     Python runs its own handlers only between bytecodes, which may be minutes apart when the main thread waits for the
     device. So a thread reads the signals from the descriptor to which the interpreter writes them as they come.
@@ -24,7 +51,7 @@ class StopSignals:
         self._on_first, self._on_abort = on_first, on_abort
         self._active = False
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "StopSignals":
         if threading.current_thread() is not threading.main_thread():
             return self
         self._active = True
@@ -58,4 +85,4 @@ class StopSignals:
                 self._on_first(self.received)
             elif byte[0] == signal.SIGINT:
                 self._on_abort()
-                os._exit(128 + signal.SIGINT)
+                os._exit(Exit.INTERRUPTED)

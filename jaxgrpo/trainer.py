@@ -3,13 +3,13 @@
 import contextlib
 import dataclasses
 import datetime
-import enum
 import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -29,28 +29,25 @@ from jaxgrpo.records import (
     write_config,
     write_json,
 )
-from jaxgrpo.stopping import StopSignals
-
-if TYPE_CHECKING:
-    from jaxgrpo.build import Experiment
-
-SKIPPED_LIMIT = 20
-"""Iterations in a row without a finite update after which a run is given up."""
+from jaxgrpo.stopping import SKIPPED_LIMIT, Exit, StopSignals
 
 
-class Exit(enum.IntEnum):
-    """Exit codes of `jaxgrpo train`."""
+@runtime_checkable
+class Trainable(Protocol):
+    """What the host loop needs of an experiment; `jaxgrpo.build.build` makes one from a configuration."""
 
-    DONE = 0
-    """All iterations are done, or --max-seconds is over."""
-    USER_ERROR = 2
-    """An option or file is wrong; one line says which."""
-    NON_FINITE = 3
-    """Update after update was skipped because its gradient was not finite."""
-    INTERRUPTED = 128 + signal.SIGINT
-    """SIGINT; a checkpoint was written."""
-    PREEMPTED = 128 + signal.SIGTERM
-    """SIGTERM; a checkpoint was written."""
+    @property
+    def hyperparameters(self) -> Any:
+        """Traced numbers, given to every step."""
+
+    def init(self) -> Any:
+        """The train state before the first iteration, with `params`."""
+
+    def step(self, state: Any, hyperparameters: Any, /) -> tuple[Any, dict[str, jax.Array]]:
+        """One iteration: the next state (the given one is donated) and its metrics, float32 scalars."""
+
+    def evaluate(self, params: Any, *, episodes: int, temperature: float) -> Any:
+        """An `Outcome` of playing held-out episodes, the same ones at every call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +66,7 @@ class Run:
     """Evaluation on the same episodes at the end; None where the session was cut off."""
 
 
-def train(config: TrainConfig, *, experiment: "Experiment | None" = None, quiet: bool = False) -> Run:
+def train(config: TrainConfig, *, experiment: Trainable | None = None, quiet: bool = False) -> Run:
     """Trains as the configuration says, into its folder, until done or told to stop.
 
     Args:
@@ -94,8 +91,8 @@ def train(config: TrainConfig, *, experiment: "Experiment | None" = None, quiet:
     display = Display(quiet=quiet)
     with StopSignals(_announce(display), display.stop) as signals:
         try:
-            with contextlib.closing(_Session(config, folder, experiment, display, signals)) as session:
-                return session.run()
+            with contextlib.ExitStack() as opened:
+                return _Session(config, folder, experiment, display, signals, opened).run()
         except Exception as error:
             if disk_is_full(error):
                 raise ConfigError(_disk_full_line(folder)) from error
@@ -109,7 +106,7 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def _build(config: TrainConfig) -> "Experiment":
+def _build(config: TrainConfig) -> Trainable:
     from jaxgrpo.build import build
 
     return build(config)
@@ -133,11 +130,20 @@ class _Session:
     """One process's part of a run: from a fresh start or a checkpoint to the end or a stop."""
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, experiment: "Experiment", display: Display, signals: StopSignals
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        experiment: Trainable,
+        display: Display,
+        signals: StopSignals,
+        opened: contextlib.ExitStack,
     ) -> None:
+        """Open the run's files, registering with `opened` how to let go of each."""
         self.config, self.folder, self.experiment = config, folder, experiment
-        self.display, self.signals = display, signals
+        self.display, self.signals, self.opened = display, signals, opened
+        opened.callback(display.stop)
         self.checkpoints = Checkpoints(folder.checkpoints, keep=config.run.keep)
+        opened.callback(self.checkpoints.abandon)
         self.state = experiment.init()
         self._require_space()
         start = self.checkpoints.latest
@@ -147,14 +153,6 @@ class _Session:
             self._restore(start)
         self.pending: tuple[int, dict[str, jax.Array]] | None = None
         self.skipped = 0
-
-    def close(self) -> None:
-        """Let go of all files. A checkpoint that fails this late was reported by the wait before it."""
-        self.display.stop()
-        self.metrics.close()
-        self.evaluations.close()
-        with contextlib.suppress(Exception):
-            self.checkpoints.close()
 
     # -- Start ------------------------------------------------------------------------------------------------------
 
@@ -170,8 +168,7 @@ class _Session:
         if self.config.run.resume:
             self.display.say("The run was stopped before its first checkpoint: starting it again.")
         self.iteration = 0
-        self.metrics = JsonLines(self.folder.metrics)
-        self.evaluations = JsonLines(self.folder.evaluations)
+        self._open_rows(lambda i: False)
         self.manifest = new_manifest(self.config, self.state)
         write_config(self.folder.config, self.config)
         self._record_session()
@@ -179,19 +176,23 @@ class _Session:
     def _restore(self, iteration: int) -> None:
         self.state = self.checkpoints.restore(iteration, self.state)
         self.iteration = iteration
-        self.metrics = JsonLines(self.folder.metrics, keep=lambda i: i <= iteration)
+        self._open_rows(lambda i: i <= iteration)
         if [row["iteration"] for row in self.metrics.rows] != list(range(1, iteration + 1)):
             raise ConfigError(
                 f"{self.folder.metrics}: does not hold the {iteration} iterations before the checkpoint; "
                 "put the file back, or start in another folder."
             )
-        # An evaluation made only because a session ended early is not part of the run as it would have been.
-        self.evaluations = JsonLines(self.folder.evaluations, keep=lambda i: i <= iteration and self._is_due(i))
         self.manifest = read_manifest(self.folder.manifest)
         self.manifest["digests"].pop("end", None)
         write_config(self.folder.config, self.config)
         self._record_session()
         self.display.say(f"Resuming after iteration {iteration}.")
+
+    def _open_rows(self, keep: Callable[[int], bool]) -> None:
+        self.metrics = self.opened.enter_context(contextlib.closing(JsonLines(self.folder.metrics, keep=keep)))
+        # An evaluation made only because a session ended early is not part of the run as it would have been.
+        due = JsonLines(self.folder.evaluations, keep=lambda i: keep(i) and self._is_due(i))
+        self.evaluations = self.opened.enter_context(contextlib.closing(due))
 
     def _record_session(self) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -314,7 +315,7 @@ class _Session:
         )
 
     def _finish(self, ending: Exit) -> Run:
-        self.manifest["digests"]["end"] = {"iteration": self.iteration, **state_digests(self.state)}
+        self.manifest["digests"]["end"] = state_digests(self.state)
         self.manifest["sessions"][-1] |= {"to": self.iteration, "ended": ending.name.lower().replace("_", "-")}
         write_json(self.folder.manifest, self.manifest)
         report.draw_curve(self.folder)

@@ -1,0 +1,233 @@
+"""The command line, a thin skin on the Python face: a user's mistake is one line on standard error and exit code 2."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from jaxgrpo import config as options
+from jaxgrpo.config import ConfigError, TrainConfig, nearest
+from jaxgrpo.stopping import Exit
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions(TrainConfig):
+    """Train a language agent: `jaxgrpo train` alone trains the small built-in model on Frozen Lake in minutes.
+
+    An option is taken from the command line, else from the --config file, else from the preset. A run that is resumed
+    keeps its options, so --out and --resume are enough.
+    """
+
+    config: str | None = None
+    """A TOML file of options, flat or in the sections play, learn, optimizer and run."""
+
+    def __post_init__(self) -> None:
+        """Nothing: values are judged when all sources are together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalOptions:
+    """Play scenarios with a model, and with a random player beside it, and compare."""
+
+    run: str | None = None
+    """Folder of a run: its model as of the last checkpoint, its wording and reply options."""
+    model: str | None = None
+    """A model as in `jaxgrpo train --model`, without any training."""
+    scenario: tuple[str, ...] = ()
+    """Scenarios to play, one or more."""
+    episodes: int = 50
+    """Episodes of each scenario."""
+    temperature: float = 0.5
+    """Sampling temperature; 0 is greedy."""
+    seed: int = 0
+    """Seed of the games and of sampling."""
+    json: str | None = None
+    """Write the results to this file too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlayOptions:
+    """Play a game yourself, seeing exactly the text that the model sees, with its number of tokens."""
+
+    game: tyro.conf.Positional[str] = "frozen-lake"
+    """Game or scenario."""
+    seed: int = 0
+    """Seed of the game."""
+    style: Literal["short", "full"] = "short"
+    """Wording of the observation."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code (see `Exit`).
+
+    Args:
+        argv: words after the program's name; by default those of this process.
+    """
+    command, *words = (list(sys.argv[1:]) if argv is None else list(argv)) or ["--help"]
+    try:
+        if command in ("-h", "--help"):
+            print(_overview())
+            return Exit.DONE
+        if command == "--version":
+            from importlib.metadata import version
+
+            print(f"jaxgrpo {version('jaxgrpo')}")
+            return Exit.DONE
+        if command not in _COMMANDS:
+            names = ", ".join(_COMMANDS)
+            raise ConfigError(f"unknown command {command!r}; there are {names}.{nearest(command, _COMMANDS)}")
+        return _COMMANDS[command][0](words)
+    except ValueError as error:
+        if not _is_users(error):
+            raise
+        print(f"jaxgrpo: {' '.join(str(error).split())}", file=sys.stderr)
+        return Exit.USER_ERROR
+
+
+def _is_users(error: ValueError) -> bool:
+    """Mistakes of the user are raised as subclasses of ValueError of our own; any other ValueError is our fault."""
+    return type(error).__module__.split(".")[0] in ("jaxgrpo", "envs_jax")
+
+
+def _train(words: list[str]) -> int:
+    given = read_options(TrainOptions, words)
+    if given is None:
+        given = read_options(TrainOptions, [word for word in words if word not in ("-h", "--help")]) or {}
+        toml = given.get("config")
+        shown = dataclasses.fields(TrainConfig)
+        config = train_config(given)
+        return _help("train", TrainOptions(**{f.name: getattr(config, f.name) for f in shown}, config=toml))
+    config = train_config(given)
+    from jaxgrpo.trainer import train
+
+    return train(config).exit
+
+
+def train_config(given: Mapping[str, Any]) -> TrainConfig:
+    """The configuration of a run from the options given on the command line, `config` (a TOML file) among them.
+
+    Raises:
+        ConfigError: an unknown option, or a value that is not allowed.
+    """
+    given = dict(given)
+    toml = Path(given.pop("config")) if given.get("config") else None
+    chosen = {**(options.read_toml(toml) if toml else {}), **given}
+    if not chosen.get("resume"):
+        return options.resolve(given, toml=toml)
+    from jaxgrpo.records import RunFolder
+
+    named = {name: chosen[name] for name in ("game", "model", "seed", "out") if name in chosen}
+    folder = RunFolder.of(options.with_options(TrainConfig(), named))
+    stored = None
+    if folder.config.exists():
+        # How long a session lasts is its own affair; everything else goes on as it was.
+        stored = options.with_options(folder.read_config(), {"max_seconds": None})
+    return options.resolve({**given, "out": str(folder.path)}, toml=toml, resumed=stored)
+
+
+def _eval(words: list[str]) -> int:
+    given = read_options(EvalOptions, words)
+    if given is None:
+        return _help("eval", EvalOptions())
+    chosen = dataclasses.replace(EvalOptions(), **given)
+    from jaxgrpo.commands import evaluate_command
+
+    return evaluate_command(chosen)
+
+
+def _play(words: list[str]) -> int:
+    game, rest = ([], words) if not words or words[0].startswith("-") else (words[:1], words[1:])
+    given = read_options(PlayOptions, rest)
+    if given is None:
+        return _help("play", PlayOptions())
+    if game:
+        given["game"] = game[0]
+    if "game" not in given:
+        raise ConfigError("play: name a game, as in: jaxgrpo play frozen-lake")
+    chosen = dataclasses.replace(PlayOptions(), **given)
+    from jaxgrpo.commands import play_command
+
+    return play_command(chosen)
+
+
+_COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "train": (_train, "train a language agent; with no options, the embedded default"),
+    "eval": (_eval, "play scenarios with a model and with a random player"),
+    "play": (_play, "play a game yourself, seeing what the model sees"),
+}
+
+_ABSENT = ("\0",)
+
+
+def read_options(kind: type, words: Sequence[str]) -> dict[str, Any] | None:
+    """The options among `words` by flat name, of the types that dataclass `kind` declares; None where help is asked.
+
+    Only what is given is returned: the defaults depend on it. So tyro splits the words here, and shows the help.
+
+    Raises:
+        ConfigError: an unknown option (the nearest is named), a missing or a wrong value.
+    """
+    if {"-h", "--help"} & set(words):
+        return None
+    kinds = options.field_types(kind)
+    flags = {name for name, type_ in kinds.items() if type_ is bool}
+    fields = [(name, tuple[str, ...], _ABSENT) for name in kinds if name not in flags]
+    fields += [(switch, bool, False) for name in sorted(flags) for switch in (name, f"no_{name}")]
+    given, unknown = tyro.cli(
+        dataclasses.make_dataclass("Given", fields),
+        args=words,
+        return_unknown_args=True,
+        add_help=False,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    if unknown:
+        raise ConfigError(_unknown(unknown[0], [name for name, *_ in fields]))
+    values = {name: getattr(given, name) for name in kinds if name not in flags}
+    values = {name: texts for name, texts in values.items() if texts != _ABSENT}
+    several = {name: values.pop(name) for name in list(values) if kinds[name] == tuple[str, ...]}
+    for name, texts in {**values, **several}.items():
+        if not texts or (len(texts) > 1 and name in values):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{' '.join([option, *texts])}: needs {'a' if not texts else 'one'} value.")
+    switched = {name: getattr(given, name) for name in flags if getattr(given, name) or getattr(given, f"no_{name}")}
+    return {**options.from_text(kind, {name: texts[0] for name, texts in values.items()}), **several, **switched}
+
+
+def _unknown(word: str, known: list[str]) -> str:
+    if not word.startswith("-"):
+        return f"unexpected {word!r}: options begin with --."
+    name = word.split("=")[0].lstrip("-").replace("-", "_")
+    return f"unknown option {word}.{nearest(name, known, option=True)}"
+
+
+def _help(command: str, defaults: Any) -> int:
+    """The help page of a command, with the values that apply as defaults."""
+    try:
+        tyro.cli(
+            type(defaults),
+            prog=f"jaxgrpo {command}",
+            args=["--help"],
+            default=defaults,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+    except SystemExit:
+        print(_exit_codes())
+    return Exit.DONE
+
+
+def _overview() -> str:
+    width = max(map(len, _COMMANDS))
+    commands = "\n".join(f"  {name:{width}}  {line}" for name, (_, line) in _COMMANDS.items())
+    return (
+        "usage: jaxgrpo COMMAND [OPTIONS]\n\nReinforcement learning of language agents, compiled whole.\n\n"
+        f"commands:\n{commands}\n\n"
+        "Options of a command: jaxgrpo COMMAND --help. A first run, three minutes on two cores: jaxgrpo train\n\n"
+        f"{_exit_codes()}"
+    )
+
+
+def _exit_codes() -> str:
+    return "exit codes:\n" + "\n".join(f"  {int(code):3}  {code.meaning}" for code in Exit)

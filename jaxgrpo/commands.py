@@ -1,0 +1,70 @@
+"""What `jaxgrpo eval` and `jaxgrpo play` do."""
+
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+from envs_jax.games import TokenizedGame, make_game, tokenize_game
+from envs_jax.text.reader import CLOSE, OPEN
+from envs_jax.text.tokenizer import TextTokenizer
+from jaxgrpo.cli import PlayOptions
+from jaxgrpo.stopping import Exit
+
+
+def play_command(options: PlayOptions) -> int:
+    """A person plays a game on the terminal, or a file of replies on standard input does, one reply a line."""
+    tokenizer = TextTokenizer.tiny()
+    game = tokenize_game(make_game(options.game, style=options.style), tokenizer, reply_limit=1, constrain=False)
+    environment, params, actions = game.game.environment, game.game.params, game.game.actions
+    start, chance = jax.random.split(jax.random.key(options.seed))
+    _, state = environment.reset(start, params)
+    shared = len(game.prefix_ids)
+    print(f"── read before every turn: {shared} tokens\n{tokenizer.decode(game.prefix_ids)}")
+    total, turn, over = 0.0, 0, ""
+    while not over:
+        turn += 1
+        ids, length = game.observation(state)
+        print(f"── turn {turn}: {length} tokens, {shared + length} in all\n{_decode(game, ids, length)}", end="")
+        reply = _ask(actions)
+        if reply is None:
+            print(f"\n── left after {turn - 1} turns, return {total:g}")
+            return Exit.DONE
+        action, tokens = _read(game, reply)
+        understood = (
+            f"{actions[action]}" if action >= 0 else f"cannot be read: the first action, {actions[0]}, is played"
+        )
+        print(f"── your reply, {tokens} tokens: {understood}")
+        key = jax.random.fold_in(chance, turn)
+        _, state, reward, terminated, truncated, _ = environment.step(key, state, max(action, 0), params)
+        total += float(reward)
+        over = "the game ended" if terminated else "the time is up" if truncated else ""
+    print(f"{game.game.text(state)}\n── {over} after {turn} turns, return {total:g}")
+    return Exit.DONE
+
+
+def _decode(game: TokenizedGame, ids: jax.Array, length: jax.Array) -> str:
+    return game.tokenizer.decode(np.asarray(ids)[-int(length) :].tolist())
+
+
+def _ask(actions: Iterable[str]) -> str | None:
+    """A reply, a bare action word put into its tags; None at the end of the input."""
+    while True:
+        try:
+            reply = input("\n> ").strip()
+        except EOFError:
+            return None
+        if reply.lower() in actions:
+            return f"{OPEN}{reply}{CLOSE}"
+        if reply:
+            return reply
+        print(f"── one of {', '.join(actions)}, or a whole reply.", end="")
+
+
+def _read(game: TokenizedGame, reply: str) -> tuple[int, int]:
+    """The action in a reply as the model's would be read (-1: unreadable), and the reply's number of tokens."""
+    ids = game.tokenizer.encode(reply)
+    state = game.reader.start
+    for token in ids:
+        state = game.reader.step(state, token)
+    return int(game.reader.action(state)), len(ids)

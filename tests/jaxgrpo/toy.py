@@ -1,0 +1,83 @@
+"""A toy experiment for the host loop: a real jitted, donating step over a train state, without a model or a game."""
+
+import dataclasses
+import functools
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxgrpo.config import TrainConfig
+from jaxgrpo.evaluation import Outcome
+
+
+@chex.dataclass(frozen=True)
+class State:
+    params: Any
+    opt_state: Any
+    algorithm_state: Any
+    key: jax.Array
+    iteration: jax.Array
+
+
+_OPTIMIZER = optax.adam(0.1)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _step(state: State, fails: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+    noise = jax.random.normal(jax.random.fold_in(state.key, state.iteration), (16, 4))
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean((p["w"] - 1 + 0.1 * noise) ** 2))(state.params)
+    updates, opt_state = _OPTIMIZER.update(grads, state.opt_state)
+    metrics = {
+        "loss": jnp.where(fails, jnp.nan, loss),
+        "grad_norm": optax.tree.norm(grads),
+        "return_mean": -loss,
+        "return_std": noise.std(),
+        "success_rate": jnp.exp(-loss),
+        "episode_length": jnp.float32(5),
+        "unreadable_rate": jnp.float32(0),
+        "reply_tokens": jnp.float32(2),
+        "entropy": loss,
+        "played_tokens": jnp.float32(640),
+        "skipped_updates": fails.astype(jnp.float32),
+    }
+    params = optax.apply_updates(state.params, updates)
+    return state.replace(params=params, opt_state=opt_state, iteration=state.iteration + 1), metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Toy:
+    """`signals` are sent to this process while the iteration of that number runs."""
+
+    config: TrainConfig
+    signals: Mapping[int, signal.Signals] = dataclasses.field(default_factory=dict)
+    fails: bool = False
+    hyperparameters: Any = None
+
+    def init(self) -> State:
+        params = {"w": jax.random.normal(jax.random.key(self.config.seed), (16, 4))}
+        return State(
+            params=params,
+            opt_state=_OPTIMIZER.init(params),
+            algorithm_state=(),
+            key=jax.random.key(self.config.seed),
+            iteration=jnp.int32(0),
+        )
+
+    def step(self, state: State, hyperparameters: Any, /) -> tuple[State, dict[str, jax.Array]]:
+        number = int(state.iteration) + 1
+        if number in self.signals:
+            os.kill(os.getpid(), self.signals[number])
+        return _step(state, jnp.bool_(self.fails))
+
+    def evaluate(self, params: Any, *, episodes: int, temperature: float) -> Outcome:
+        threshold = float(jnp.mean((params["w"] - 1) ** 2)) + temperature
+        success = np.arange(episodes) % 10 > threshold
+        lengths, unreadable = np.full(episodes, 5), np.zeros(episodes)
+        return Outcome(returns=success.astype(float), success=success, lengths=lengths, unreadable=unreadable)

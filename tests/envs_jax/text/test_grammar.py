@@ -42,14 +42,14 @@ class Pieces:
 
 
 BYTES = Pieces(tuple(bytes([byte]) for byte in range(256)))
-# Control tokens (one of them with bytes), tokens that hold a tag and more, that cross from text into a tag or over a
+# A control token, an end of reply that has bytes, tokens that hold a tag and more, that cross from text into a tag or over a
 # word's end, a token twice, and bytes that are no UTF-8 on their own.
 GREEDY = Pieces(
     (b"", b"<end>", *BYTES.token_bytes)
     + (b"<action>", b"</action>", b"<action>le", b"ft</act", b">up", b"ion></", b"><", b"think", b"think")
     + (b"x<action> LEFT </action><action>up</action>", b"</think><plan", b"n></plan><ac", b"</plan><action>go")
     + (b"\xc3", b"\xff<", b"a</th", b"\xa4rts"),
-    special_ids=frozenset({0, 1}),
+    special_ids=frozenset({0}),
     eos_ids=(1,),
 )  # fmt: skip
 
@@ -163,7 +163,7 @@ def test_reader_reads_like_python(name, actions):
     ids: dict[bytes, list[int]] = {}
     for token, piece in enumerate(tokenizer.token_bytes):
         ids.setdefault(piece, []).append(token)
-    outside = [tokenizer.vocab_size, tokenizer.vocab_size + 1000, -1]
+    outside = [tokenizer.vocab_size, tokenizer.vocab_size + 1000, -1, -3]
     silent = [*(token for token in sorted(tokenizer.special_ids) if not tokenizer.token_bytes[token]), *outside]
     crossing = [token for token, piece in enumerate(tokenizer.token_bytes) if b"<" in piece or b">" in piece]
     longest = max(map(len, ids))

@@ -42,8 +42,8 @@ class Pieces:
 
 
 BYTES = Pieces(tuple(bytes([byte]) for byte in range(256)))
-# A control token, an end of reply that has bytes, tokens that hold a tag and more, that cross from text into a tag or over a
-# word's end, a token twice, and bytes that are no UTF-8 on their own.
+# A control token, an end of reply that has bytes, tokens that hold a tag and more, that cross from text into a tag or
+# over the end of a word, a token twice, and bytes that are no UTF-8 on their own.
 GREEDY = Pieces(
     (b"", b"<end>", *BYTES.token_bytes)
     + (b"<action>", b"</action>", b"<action>le", b"ft</act", b">up", b"ion></", b"><", b"think", b"think")

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from jaxgrpo.build import build as make_train_step
     from jaxgrpo.config import LearnConfig, OptimizerConfig, PlayConfig, RunConfig, TrainConfig
     from jaxgrpo.evaluation import evaluate_scenarios as evaluate
-    from jaxgrpo.trainer import train
+    from jaxgrpo.trainer import Run, train
 
 __all__ = [
     "LearnConfig",
     "OptimizerConfig",
     "PlayConfig",
+    "Run",
     "RunConfig",
     "TrainConfig",
     "evaluate",
@@ -41,6 +42,7 @@ _HOMES = {
     "LearnConfig": ("config", "LearnConfig"),
     "OptimizerConfig": ("config", "OptimizerConfig"),
     "PlayConfig": ("config", "PlayConfig"),
+    "Run": ("trainer", "Run"),
     "RunConfig": ("config", "RunConfig"),
     "TrainConfig": ("config", "TrainConfig"),
     "evaluate": ("evaluation", "evaluate_scenarios"),

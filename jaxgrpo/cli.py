@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -37,7 +37,7 @@ class EvalOptions:
     model: str | None = None
     """A model as in `jaxgrpo train --model`, without any training."""
     scenario: tuple[str, ...] = ()
-    """Scenarios to play, one or more."""
+    """Scenarios to play, one or more; by default the run's own game."""
     episodes: int = 50
     """Episodes of each scenario."""
     temperature: float = 0.5
@@ -52,7 +52,7 @@ class EvalOptions:
 class PlayOptions:
     """Play a game yourself, seeing exactly the text that the model sees, with its number of tokens."""
 
-    game: tyro.conf.Positional[str] = "frozen-lake"
+    game: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="GAME")] = "frozen-lake"
     """Game or scenario."""
     seed: int = 0
     """Seed of the game."""
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *words = (list(sys.argv[1:]) if argv is None else list(argv)) or ["--help"]
     try:
         if command in ("-h", "--help"):
-            print(_overview())
+            print(_overview(), end="")
             return Exit.DONE
         if command == "--version":
             from importlib.metadata import version
@@ -133,9 +133,9 @@ def _eval(words: list[str]) -> int:
     if given is None:
         return _help("eval", EvalOptions())
     chosen = dataclasses.replace(EvalOptions(), **given)
-    from jaxgrpo.commands import evaluate_command
+    from jaxgrpo.commands import eval_command
 
-    return evaluate_command(chosen)
+    return eval_command(chosen)
 
 
 def _play(words: list[str]) -> int:
@@ -145,8 +145,6 @@ def _play(words: list[str]) -> int:
         return _help("play", PlayOptions())
     if game:
         given["game"] = game[0]
-    if "game" not in given:
-        raise ConfigError("play: name a game, as in: jaxgrpo play frozen-lake")
     chosen = dataclasses.replace(PlayOptions(), **given)
     from jaxgrpo.commands import play_command
 
@@ -214,7 +212,7 @@ def _help(command: str, defaults: Any) -> int:
             config=(tyro.conf.OmitArgPrefixes,),
         )
     except SystemExit:
-        print(_exit_codes())
+        print(_exit_codes() if command == "train" else "", end="")
     return Exit.DONE
 
 
@@ -230,4 +228,4 @@ def _overview() -> str:
 
 
 def _exit_codes() -> str:
-    return "exit codes:\n" + "\n".join(f"  {int(code):3}  {code.meaning}" for code in Exit)
+    return "exit codes:\n" + "".join(f"  {int(code):3}  {code.meaning}\n" for code in Exit)

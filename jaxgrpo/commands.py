@@ -1,15 +1,70 @@
 """What `jaxgrpo eval` and `jaxgrpo play` do."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from envs_jax.games import TokenizedGame, make_game, tokenize_game
 from envs_jax.text.reader import CLOSE, OPEN
 from envs_jax.text.tokenizer import TextTokenizer
-from jaxgrpo.cli import PlayOptions
+from jaxgrpo.cli import EvalOptions, PlayOptions
+from jaxgrpo.config import ConfigError, resolve
+from jaxgrpo.evaluation import evaluate_scenarios
 from jaxgrpo.stopping import Exit
+from jaxgrpo.trainer import use_compilation_cache
+
+
+def eval_command(options: EvalOptions) -> int:
+    """Play scenarios with a run's or a bare model and with a random player; print a table, write JSON where asked."""
+    if (options.run is None) == (options.model is None):
+        raise ConfigError("eval: give either --run DIR or --model NAME_OR_PATH.")
+    if options.json is not None and not Path(options.json).parent.is_dir():
+        raise ConfigError(f"--json {options.json}: there is no folder {Path(options.json).parent}.")
+    use_compilation_cache()
+    results = evaluate_scenarios(
+        options.run or resolve({"model": options.model}),
+        options.scenario,
+        episodes=options.episodes,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
+    console = Console(highlight=False)
+    console.print(_table(results["scenarios"], options))
+    if options.json is not None:
+        try:
+            Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--json {options.json}: cannot be written ({error.strerror}).") from None
+        console.print(f"Written to {options.json}", markup=False, soft_wrap=True)
+    return Exit.DONE
+
+
+def _table(scenarios: Mapping[str, Mapping[str, Mapping[str, Any]]], options: EvalOptions) -> Table:
+    caption = f"{options.episodes} episodes each, temperature {options.temperature:g}; ± is a 95 % interval"
+    table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
+    table.add_column("scenario", no_wrap=True)
+    table.add_column("player", no_wrap=True)
+    for title in ("success", "return", "steps", "unreadable"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, players in scenarios.items():
+        for player, found in players.items():
+            half = found["return_ci95"][1] - found["return_mean"]
+            table.add_row(
+                name,
+                player,
+                f"{found['success_rate']:.3f}",
+                f"{found['return_mean']:.3f} ± {half:.3f}",
+                f"{found['episode_length']:.1f}",
+                f"{found['unreadable_rate']:.1%}",
+            )
+    return table
 
 
 def play_command(options: PlayOptions) -> int:

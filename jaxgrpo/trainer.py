@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -151,7 +152,9 @@ class _Session:
             self._begin()
         else:
             self._restore(start)
-        self.pending: tuple[int, dict[str, jax.Array]] | None = None
+        # Reads metrics as they become ready, even while the main thread waits in the next step's dispatch.
+        self.reader = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="metrics"))
+        self.pending: tuple[int, Future[tuple[dict[str, float], float]]] | None = None
         self.skipped = 0
 
     # -- Start ------------------------------------------------------------------------------------------------------
@@ -222,10 +225,10 @@ class _Session:
             if (reason := self._reason_to_stop()) is not None:
                 return reason
             self.state, metrics = self.experiment.step(self.state, hyperparameters)
-            # The metrics of the iteration before are fetched while the device works on this one.
+            # The row of the iteration before is written while the device works on this one.
             self._drain()
             self.iteration += 1
-            self.pending = (self.iteration, metrics)
+            self.pending = (self.iteration, self.reader.submit(_fetch, metrics))
             if self.iteration % run.checkpoint_every == 0:
                 self._checkpoint()
             self._evaluate_if_due()
@@ -246,11 +249,9 @@ class _Session:
         """Write the row of the iteration whose metrics are still on the device."""
         if self.pending is None:
             return
-        iteration, metrics = self.pending
+        iteration, (values, ready) = self.pending[0], self.pending[1].result()
         self.pending = None
-        values = {name: _shortest(value) for name, value in jax.device_get(metrics).items()}
-        now = time.monotonic()
-        seconds, self.clock = now - self.clock, now
+        seconds, self.clock = ready - self.clock, ready
         row = ordered_row(
             values
             | {
@@ -343,6 +344,13 @@ class _Session:
             )
         lines.append(f"Files in {path}: metrics.jsonl, evaluations.jsonl, curve.png, checkpoints/, manifest.json")
         return lines
+
+
+def _fetch(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], float]:
+    """Metrics as numbers, and the time at which the device had them."""
+    jax.block_until_ready(metrics)
+    ready = time.monotonic()
+    return {name: _shortest(value) for name, value in jax.device_get(metrics).items()}, ready
 
 
 def _shortest(value: np.ndarray) -> float:

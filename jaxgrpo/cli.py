@@ -197,8 +197,8 @@ def read_options(kind: type, words: Sequence[str]) -> dict[str, Any] | None:
 def _unknown(word: str, known: list[str]) -> str:
     if not word.startswith("-"):
         return f"unexpected {word!r}: options begin with --."
-    name = word.split("=")[0].lstrip("-").replace("-", "_")
-    return f"unknown option {word}.{nearest(name, known, option=True)}"
+    option = word.split("=")[0]
+    return f"unknown option {option}.{nearest(option.lstrip('-').replace('-', '_'), known, option=True)}"
 
 
 def _help(command: str, defaults: Any) -> int:

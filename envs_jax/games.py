@@ -137,13 +137,13 @@ def tokenize_game(game: TextGame, tokenizer: TextTokenizer, *, reply_limit: int,
     )
 
 
-def make_game(name: str, *, style: Style = "full", reply: ReplyMode = "action", **options: Any) -> TextGame:
+def make_game(name: str, *, style: str = "full", reply: str = "action", **options: Any) -> TextGame:
     """The named scenario.
 
     Args:
       name: one of `GAMES`.
-      style: how much the text says.
-      reply: the form of the reply.
+      style: how much the text says: a `Style`.
+      reply: the form of the reply: a `ReplyMode`.
       **options: of the scenario's game, such as `max_steps`, in place of the scenario's own.
 
     Raises:

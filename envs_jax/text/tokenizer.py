@@ -9,10 +9,11 @@ import dataclasses
 import datetime
 import functools
 import json
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jinja2
 import jinja2.sandbox
@@ -90,15 +91,14 @@ class TextTokenizer:
         """Token ids of `text`; control tokens written in the text are recognised, none are added."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """The text of `ids`, control tokens included."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
+        return self.backend.decode([operator.index(i) for i in ids], skip_special_tokens=False)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The whole prompt as a string: `messages` (each with `role` and `content`) in the checkpoint's chat frame."""
-        template = _compile_template(self.chat_template)
         try:
-            return template.render(
+            return _compile_template(self.chat_template).render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special_tokens
             )
         except jinja2.TemplateError as error:

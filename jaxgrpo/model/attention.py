@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 # Finite, so that a padding query, which may attend to nothing, yields a finite number that nobody reads.
@@ -12,7 +13,8 @@ def rope_angles(
     positions: Int[Array, "*rows"], head_dim: int, theta: float
 ) -> tuple[Float[Array, "*rows half"], Float[Array, "*rows half"]]:
     """Cosines and sines of the rotary angles position * theta^(-2 i / head_dim), float32 (arXiv 2104.09864)."""
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    # Constants made by numpy in float64: an error here grows with the position.
+    frequencies = (theta ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 

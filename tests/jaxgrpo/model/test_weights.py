@@ -34,7 +34,7 @@ def rewrite_config(directory, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def error_of(call, *arguments, kind=weights.WeightsError):
+def error_of(call, *arguments, kind: type[ValueError] = weights.WeightsError):
     with pytest.raises(kind) as caught:
         call(*arguments)
     message = str(caught.value)

@@ -2,7 +2,7 @@
 
     >>> import jaxgrpo
     >>> config = jaxgrpo.TrainConfig(
-    ...     play=jaxgrpo.PlayConfig(groups=4, group_size=4),
+    ...     play=jaxgrpo.PlayConfig(groups=8, group_size=4),
     ...     optimizer=jaxgrpo.OptimizerConfig(learning_rate=1e-3),
     ... )
     >>> experiment = jaxgrpo.make_train_step(config)

@@ -1,7 +1,6 @@
 """Checkpoints of a train state: asynchronous, atomic, the newest few kept."""
 
 import contextlib
-import logging
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +24,6 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         """Open the folder, making it where it is missing, and clear what killed sessions left half-written."""
-        logging.getLogger("absl").setLevel(logging.WARNING)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         handler = ocp.StandardCheckpointHandler()
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handler)

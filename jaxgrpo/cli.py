@@ -1,6 +1,7 @@
 """The command line, a thin skin on the Python face: a user's mistake is one line on standard error and exit code 2."""
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -103,6 +104,8 @@ def _train(words: list[str]) -> int:
     config = train_config(given)
     from jaxgrpo.trainer import train
 
+    # Orbax logs a traceback for every thread that meets an error, a full disk say, before it raises the error to us.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     return train(config).exit
 
 

@@ -350,8 +350,8 @@ def field_types(kind: type) -> dict[str, Any]:
     """Declared type of every option of a (nested) dataclass, by flat name."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
-        nested = dataclasses.is_dataclass(field.type) and isinstance(field.type, type)
-        flat |= field_types(field.type) if nested else {field.name: field.type}
+        declared: Any = field.type
+        flat |= field_types(declared) if dataclasses.is_dataclass(declared) else {field.name: declared}
     return flat
 
 
@@ -452,7 +452,7 @@ class HyperParameters:
     def from_config(cls, config: TrainConfig) -> "HyperParameters":
         """The traced numbers of a configuration, as float32 scalars."""
         values = flatten(config)
-        return cls(**{f.name: jnp.float32(values[f.name]) for f in dataclasses.fields(cls)})
+        return cls(**{f.name: jnp.float32(values[f.name]) for f in dataclasses.fields(cls)})  # pyright: ignore[reportArgumentType]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Rows = Sequence[dict[str, Any]]
 
 _BLUE, _ORANGE, _GREY = "#1f6fb2", "#d9622b", "#5a6270"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",

@@ -46,6 +46,7 @@ class Trainable(Protocol):
 
     def step(self, state: Any, hyperparameters: Any, /) -> tuple[Any, dict[str, jax.Array]]:
         """One iteration: the next state (the given one is donated) and its metrics, float32 scalars."""
+        ...
 
     def evaluate(self, params: Any, *, episodes: int, temperature: float) -> Any:
         """An `Outcome` of playing held-out episodes, the same ones at every call."""

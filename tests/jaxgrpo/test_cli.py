@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -59,7 +60,7 @@ def _record(out: Path) -> dict[str, Any]:
     state = checkpoints.restore(6, jaxgrpo.make_train_step(folder.read_config()).init())
     checkpoints.close()
     leaves = [
-        np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+        np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
         for x in jax.tree.leaves(state)
     ]
     return {

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import struct
 
 from jaxgrpo import records
 from jaxgrpo.checkpoints import Checkpoints, bytes_of
@@ -16,8 +17,7 @@ from jaxgrpo.config import ConfigError, TrainConfig, resolve
 from jaxgrpo.records import JsonLines, RunFolder, digest
 
 
-@chex.dataclass(frozen=True)
-class State:
+class State(struct.PyTreeNode):
     params: Any
     opt_state: Any
     algorithm_state: Any

@@ -7,18 +7,17 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import struct
 
 from jaxgrpo.config import TrainConfig
 from jaxgrpo.evaluation import Outcome
 
 
-@chex.dataclass(frozen=True)
-class State:
+class State(struct.PyTreeNode):
     params: Any
     opt_state: Any
     algorithm_state: Any

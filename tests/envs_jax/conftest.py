@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,8 +63,10 @@ def transformers_qwen(qwen):
     from transformers import Qwen2Tokenizer
 
     model = json.loads(qwen.backend.to_str())["model"]
-    loaded = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]])
+    merges: Any = [tuple(merge) for merge in model["merges"]]
+    loaded = Qwen2Tokenizer(vocab=model["vocab"], merges=merges)
     for _, token in sorted(qwen.backend.get_added_tokens_decoder().items()):
-        loaded.add_tokens([AddedToken(token.content, special=token.special, normalized=False)])
+        added: Any = AddedToken(token.content, special=token.special, normalized=False)
+        loaded.add_tokens([added])
     loaded.chat_template = CHATML_TEMPLATE
     return loaded

@@ -43,6 +43,10 @@ def _texts(game: TextGame, states) -> list[str]:
     return texts
 
 
+_game = functools.cache(make_game)
+
+
+@functools.cache
 def _tokenized(game: TextGame, tokenizer: TextTokenizer) -> TokenizedGame:
     return tokenize_game(game, tokenizer, reply_limit=16, constrain=False)
 
@@ -68,7 +72,7 @@ def _assert_exact(compiled: TokenizedGame, states) -> list[str]:
 @pytest.mark.parametrize("name", GAMES)
 def test_prompt_ids_are_the_tokenizers_own(name, style, tokenizer):
     """Gate 1: ids from jit equal the tokenizer applied to the whole chat-templated string."""
-    game = make_game(name, style=style)
+    game = _game(name, style=style)
     texts = _assert_exact(_tokenized(game, tokenizer), _states(game, STATES))
     assert len(set(texts)) > STATES // 5  # dry 4x4 lakes with many tiles frozen repeat
 
@@ -79,7 +83,7 @@ def test_prompt_ids_are_the_tokenizers_own(name, style, tokenizer):
 def test_prompt_ids_are_those_of_transformers(which, style, reply, request):
     """Gate 1, against transformers' `apply_chat_template(tokenize=True)` from the same files."""
     theirs = request.getfixturevalue(f"transformers_{which}")
-    game = make_game("frozen-lake-ragen", style=style, reply=reply)
+    game = _game("frozen-lake-ragen", style=style, reply=reply)
     states = _states(game, 40, seed=1)
     compiled = _tokenized(game, request.getfixturevalue(which))
     for text, ids in zip(_texts(game, states), _prompt_ids(compiled, states), strict=True):
@@ -88,7 +92,7 @@ def test_prompt_ids_are_those_of_transformers(which, style, reply, request):
 
 
 def test_full_text_is_the_whole_prompt(tokenizer):
-    game = make_game("frozen-lake-ragen")
+    game = _game("frozen-lake-ragen")
     compiled = _tokenized(game, tokenizer)
     states = _states(game, 3)
     for i, ids in enumerate(_prompt_ids(compiled, states)):
@@ -97,7 +101,7 @@ def test_full_text_is_the_whole_prompt(tokenizer):
 
 
 def test_prompt_ends_with_the_assistant_header(qwen, smollm2, tiny):
-    game = make_game("frozen-lake")
+    game = _game("frozen-lake")
     states = _states(game, 4)
     for tokenizer, end in (
         (qwen, "<|im_end|>\n<|im_start|>assistant\n"),
@@ -109,15 +113,15 @@ def test_prompt_ends_with_the_assistant_header(qwen, smollm2, tiny):
 
 
 def test_instructions_are_in_the_shared_prefix(tokenizer):
-    game = make_game("frozen-lake-slippery")
+    game = _game("frozen-lake-slippery")
     prefix = tokenizer.decode(_tokenized(game, tokenizer).prefix_ids)
     assert game.system in prefix
     assert prefix.endswith("You are at (")
 
 
-@pytest.mark.parametrize("name", [name for name in GAMES if _lake(make_game(name)).size == 4])
+@pytest.mark.parametrize("name", [name for name in GAMES if _lake(_game(name)).size == 4])
 def test_a_short_step_of_tiny_is_at_most_25_tokens(name, tiny):
-    game = make_game(name, style="short")
+    game = _game(name, style="short")
     compiled = tokenize_game(game, tiny, reply_limit=3, constrain=True)
     reply = {len(tiny.encode(f"<action>{action}</action>")) for action in game.actions}
     assert reply == {3}
@@ -129,7 +133,7 @@ def test_a_short_step_of_tiny_is_at_most_25_tokens(name, tiny):
 
 def test_end_of_reply_is_a_set(tokenizer):
     """Gate 3."""
-    compiled = _tokenized(make_game("frozen-lake"), tokenizer)
+    compiled = _tokenized(_game("frozen-lake"), tokenizer)
     assert len(compiled.eos_ids) == 2
     assert set(compiled.eos_ids) <= tokenizer.special_ids
 
@@ -145,7 +149,7 @@ def test_text_says_what_the_state_is():
 
 
 def test_text_of_random_states_against_a_plain_reading():
-    game = make_game("frozen-lake-ragen")
+    game = _game("frozen-lake-ragen")
     states = _states(game, 50)
     for i in range(50):
         state = _state(states, i)
@@ -174,7 +178,7 @@ def test_lakes_wider_than_ten_are_exact(qwen):
 
 
 def test_system_message_states_rules_actions_and_reply():
-    dry, slippery = make_game("frozen-lake"), make_game("frozen-lake-slippery", reply="think")
+    dry, slippery = _game("frozen-lake"), _game("frozen-lake-slippery", reply="think")
     assert "always goes where you want" in dry.system
     assert "with probability 0.33" in slippery.system
     assert "have made 8 moves" in dry.system
@@ -186,7 +190,7 @@ def test_system_message_states_rules_actions_and_reply():
 
 def test_scenarios_are_those_of_the_list():
     def summary(name):
-        game = make_game(name)
+        game = _game(name)
         lake = _lake(game)
         numbers = (float(game.params.frozen_probability), float(game.params.success_rate))
         return lake.size, *np.round(numbers, 4).tolist(), lake.max_steps, lake.random_start, lake.random_goal
@@ -197,7 +201,7 @@ def test_scenarios_are_those_of_the_list():
         "frozen-lake-big-slippery": (6, 0.9, 0.3333, 15, False, False),
         "frozen-lake-ragen": (4, 0.8, 0.3333, 10, True, True),
     }
-    assert all(make_game(name).name == name for name in GAMES)
+    assert all(_game(name).name == name for name in GAMES)
 
 
 def test_options_replace_the_scenarios_own():
@@ -221,11 +225,11 @@ def test_wrong_names_are_refused_with_the_nearest():
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_reply_needs_room(tiny, limit):
     with pytest.raises(GameError, match=f"reply limit {limit} leaves no room"):
-        tokenize_game(make_game("frozen-lake"), tiny, reply_limit=limit, constrain=False)
+        tokenize_game(_game("frozen-lake"), tiny, reply_limit=limit, constrain=False)
 
 
 def test_constraint_is_there_when_asked_for(tiny):
-    game = make_game("frozen-lake", style="short")
+    game = _game("frozen-lake", style="short")
     assert tokenize_game(game, tiny, reply_limit=3, constrain=False).constraint is None
     constraint = tokenize_game(game, tiny, reply_limit=3, constrain=True).constraint
     assert constraint is not None
@@ -233,7 +237,7 @@ def test_constraint_is_there_when_asked_for(tiny):
 
 
 def test_reader_reads_the_games_actions(tiny):
-    compiled = _tokenized(make_game("frozen-lake"), tiny)
+    compiled = _tokenized(_game("frozen-lake"), tiny)
     for index, word in enumerate(compiled.game.actions):
         state = jnp.asarray(compiled.reader.start)
         for token in tiny.encode(f"<action>{word}</action>"):
@@ -242,7 +246,7 @@ def test_reader_reads_the_games_actions(tiny):
 
 
 def test_one_trace_for_all_states(tiny):
-    compiled = _tokenized(make_game("frozen-lake"), tiny)
+    compiled = _tokenized(_game("frozen-lake"), tiny)
     traces = []
 
     @jax.jit

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array
@@ -95,7 +96,7 @@ def _describe(array: Any) -> str:
 
 
 def _is_key(leaf: Array) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _with_key(like: Array, leaf: Array) -> Array:

@@ -346,7 +346,7 @@ def from_text(kind: type, texts: Mapping[str, str]) -> dict[str, Any]:
     return {name: _convert(name, kinds[name], _parse(kinds[name], text)) for name, text in texts.items()}
 
 
-def field_types(kind: type) -> dict[str, Any]:
+def field_types(kind: Any) -> dict[str, Any]:
     """Declared type of every option of a (nested) dataclass, by flat name."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(kind):

@@ -46,7 +46,7 @@ def draw_curve(folder: RunFolder) -> Path:
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(2, 3, figsize=(13, 6.4), sharex=True, layout="constrained")
         _draw_success(axes[0, 0], rows, evaluations)
-        _draw_panel(axes[0, 1], rows, "return_mean", "Return per episode, ± 1 standard deviation", spread="return_std")
+        _draw_panel(axes[0, 1], rows, "return_mean", "Return per episode (± 1 std)", spread="return_std")
         _draw_panel(axes[0, 2], rows, "episode_length", "Steps per episode")
         _draw_panel(axes[1, 0], rows, "unreadable_rate", "Unreadable replies", share=True)
         _draw_panel(axes[1, 1], rows, "entropy", "Entropy per token (nats)", floor=True)

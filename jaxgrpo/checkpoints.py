@@ -54,7 +54,8 @@ class Checkpoints:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
         arrays = self._manager.restore(iteration, args=ocp.args.StandardRestore(abstract))
         leaves, structure = jax.tree.flatten(like)
-        return structure.unflatten(_with_key(leaf, arrays[name]) for name, leaf in zip(wanted, leaves, strict=True))
+        restored = (_like(wanted[name], arrays[name]) for name in wanted)
+        return structure.unflatten(_with_key(leaf, array) for leaf, array in zip(leaves, restored, strict=True))
 
     def close(self) -> None:
         """Wait for what was started and let go of the folder."""
@@ -97,6 +98,11 @@ def _describe(array: Any) -> str:
 
 def _is_key(leaf: Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _like(wanted: Array, array: Array) -> Array:
+    """The array, bound to its device only if `wanted` is: else the resumed step would be another program to compile."""
+    return array if wanted.committed else jnp.asarray(np.asarray(array))
 
 
 def _with_key(like: Array, leaf: Array) -> Array:

@@ -300,8 +300,9 @@ class _Session:
         self.clock = time.monotonic()
         row = {"iteration": self.iteration, **_summary(outcome), "temperature": run.evaluate_temperature}
         self.evaluations.append({**row, "seconds": round(self.clock - began, 4)})
-        when = "before" if self.iteration == 0 else f"after {self.iteration}"
-        self.display.say(f"held-out success {when}: {row['success_rate']:.3f} ({row['episodes']} episodes)")
+        if self.iteration < self.config.iterations:  # the last lines tell of the last one
+            when = "before" if self.iteration == 0 else f"after {self.iteration}"
+            self.display.say(f"held-out success {when}: {row['success_rate']:.3f} ({row['episodes']} episodes)")
 
     def _evaluation(self, iteration: int) -> dict[str, Any] | None:
         return next((row for row in self.evaluations.rows if row["iteration"] == iteration), None)

@@ -201,8 +201,8 @@ def test_checkpoint_gives_back_every_bit_and_keeps_the_newest(tmp_path):
     assert jax.random.key_impl(restored.key) == jax.random.key_impl(like.key)
     # A step compiled for the fresh state serves the restored one.
     compiled = jax.jit(lambda s: s.iteration + 1)
-    compiled(like), compiled(restored)
-    assert compiled._cache_size() == 1
+    _ = compiled(like), compiled(restored)
+    assert compiled._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
     reopened.close()
 
 

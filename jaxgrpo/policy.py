@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from envs_jax.text.grammar import Constraint, Reader
 from jaxgrpo import token_statistics as statistics
@@ -75,11 +75,11 @@ class LanguageAgentPolicy:
     truncate_top_p: bool = False
     remat: bool = True
 
-    def model(self, params: nnx.State) -> Transformer:
+    def model(self, params: PyTree[Array]) -> Transformer:
         """The model with its parameters."""
         return nnx.merge(self.graphdef, params)
 
-    def prefix(self, params: nnx.State) -> Prefix:
+    def prefix(self, params: PyTree[Array]) -> Prefix:
         """Keys and values of the static prompt, without a batch axis."""
         return self.model(params).prefill(jnp.asarray(self.prefix_ids, jnp.int32))
 
@@ -87,7 +87,7 @@ class LanguageAgentPolicy:
 
     def respond(
         self,
-        params: nnx.State,
+        params: PyTree[Array],
         prefix: Prefix,
         observation: Int[Array, "rows tokens"],
         observation_length: Int[Array, " rows"],
@@ -266,7 +266,7 @@ class LanguageAgentPolicy:
 
     def token_statistics(
         self,
-        params: nnx.State,
+        params: PyTree[Array],
         prefix: Prefix,
         observation: Int[Array, "rows tokens"],
         observation_length: Int[Array, " rows"],

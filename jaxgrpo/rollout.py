@@ -4,8 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 
 from envs_jax.games import TextGame, TokenizedGame
 from jaxgrpo.episodes import Episodes, Reply
@@ -80,7 +79,7 @@ class _Play(NamedTuple):
 def play(
     policy: LanguageAgentPolicy,
     game: TokenizedGame,
-    params: nnx.State,
+    params: PyTree[Array],
     prefix: Prefix,
     key: PRNGKeyArray,
     *,
@@ -186,7 +185,7 @@ def play(
 
 def _reply_in_parts(
     policy: LanguageAgentPolicy,
-    params: nnx.State,
+    params: PyTree[Array],
     prefix: Prefix,
     observation: Int[Array, "episodes tokens"],
     observation_length: Int[Array, " episodes"],

@@ -30,7 +30,7 @@ class TrainState:
     """All that changes from iteration to iteration, and so all that a checkpoint holds."""
 
     params: Any
-    """The model's parameters, an `nnx.State`."""
+    """The model's parameters, as `nnx.split` gives them."""
     opt_state: Any
     """The optimiser's state."""
     algorithm_state: Any
@@ -202,7 +202,9 @@ class TrainStep:
             return gradients, report
 
         parts, at = self._micro_batches(order, *span)
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(micro_batch, jnp.int32(0)))
+        no_report = jax.eval_shape(lambda i: micro_batch(i)[1], jnp.int32(0))
+        no_report = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), no_report)
+        nothing = jax.tree.map(jnp.zeros_like, (params, prefix)), no_report
 
         def accumulate(i: Array, so_far: Any) -> Any:
             (grads, report), (more, another) = so_far, micro_batch(i)
@@ -220,7 +222,7 @@ class TrainStep:
         self, params: Any, opt_state: Any, grads: Any, report: "_Report", iteration: Array, hp: HyperParameters
     ) -> tuple[tuple[Any, Any], "_Learned"]:
         """An optimiser step, or none where the gradient is not finite."""
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(report.loss)
         updates, new_opt_state = self._optimizer(hp, iteration).update(grads, opt_state, params)
         new = optax.apply_updates(params, updates), new_opt_state
@@ -254,14 +256,17 @@ class _Learned(NamedTuple):
 
 
 def _learned_metrics(learned: _Learned) -> Metrics:
-    """Over the optimiser steps of an iteration: means over tokens, maxima, and the mean loss and gradient norm."""
+    """Over the optimiser steps of an iteration: means over tokens, maxima, and the mean loss and gradient norm.
+
+    Where no token was trained there is no mean, and it is not a number.
+    """
     report = learned.report
-    tokens = jnp.maximum(report.tokens.sum(), 1.0)
+    tokens = report.tokens.sum()
     return {
         "loss": report.loss.mean(),
         "grad_norm": learned.grad_norm.mean(),
         "skipped_updates": learned.skipped.sum(),
-        "trained_tokens": report.tokens.sum(),
+        "trained_tokens": tokens,
         **{name: value.sum() / tokens for name, value in report.sums.items()},
         **{name: value.max() for name, value in report.maxima.items()},
     }

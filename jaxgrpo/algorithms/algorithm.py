@@ -1,7 +1,7 @@
 """What an algorithm is to the train step: targets once an iteration, and a loss for one row."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
@@ -38,6 +38,7 @@ class RowLoss(NamedTuple):
     """Recorded as maxima over all trained tokens; 0 or more."""
 
 
+@runtime_checkable
 class Algorithm(Protocol):
     """A learning algorithm: pure functions of arrays; it knows no model and no game."""
 

@@ -245,7 +245,13 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*rows width"]) -> Float[Array, "*rows vocab"]:
         """Scores of the whole vocabulary, float32."""
-        return _product("...d,vd->...v", hidden, self.head(), self.config, jnp.float32)
+        return self.logits_of(hidden, self.head())
+
+    def logits_of(
+        self, hidden: Float[Array, "*rows width"], head: Float[Array, "some width"]
+    ) -> Float[Array, "*rows some"]:
+        """Scores of some rows of the head, float32: for those who go through the vocabulary a chunk at a time."""
+        return _product("...d,vd->...v", hidden, head, self.config, jnp.float32)
 
     def token_logits(
         self, hidden: Float[Array, "*rows width"], tokens: Int[Array, "*rows choices"]

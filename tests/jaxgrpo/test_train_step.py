@@ -1,0 +1,241 @@
+"""The compiled step: the same gradient however it is cut up, one trace, members under vmap, and faults survived."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgrpo.build import Experiment
+from jaxgrpo.config import HyperParameters
+from jaxgrpo.episodes import Episodes
+from tests.jaxgrpo.experiments import compiled, small
+from tests.jaxgrpo.jaxprs import array_shapes, selected_shapes
+
+FREE = {"constrain": False, "reply_limit": 6, "groups": 3, "group_size": 4}
+
+
+def copy(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
+
+
+def replayed(experiment: Experiment, seed: int = 0, ragged: bool = False) -> tuple[Any, Episodes]:
+    """A state and episodes played from it, with returns that differ within every group."""
+    state = experiment.init()
+    episodes = compiled(experiment, "rollout")(state, experiment.hyperparameters)
+    noise = jax.random.normal(jax.random.key(seed), episodes.reward.shape)
+    episodes = episodes._replace(reward=jnp.where(episodes.alive, noise, 0.0))
+    if ragged:
+        # Replies of unequal length: cut some, as the end of a turn would have.
+        length = jax.random.randint(
+            jax.random.key(1), episodes.reply.length.shape, 1, 1 + experiment.policy.reply_limit
+        )
+        inside = jnp.arange(experiment.policy.reply_limit) < length[..., None]
+        reply = episodes.reply._replace(
+            length=jnp.where(episodes.alive, length, 0),
+            ids=jnp.where(inside, episodes.reply.ids, 0),
+            sampled=episodes.reply.sampled & inside,
+            log_prob=jnp.where(inside, episodes.reply.log_prob, 0.0),
+        )
+        episodes = episodes._replace(reply=reply)
+    return state, episodes
+
+
+def updated(experiment: Experiment, state: Any, episodes: Episodes, **changes: Any) -> tuple[Any, dict[str, float]]:
+    hp = dataclasses.replace(experiment.hyperparameters, **{k: jnp.float32(v) for k, v in changes.items()})
+    reference = experiment.init().params if experiment.train_step.algorithm.uses_reference else None
+    state, metrics = compiled(experiment, "update")(state, episodes, reference, hp)
+    return state, {name: float(value) for name, value in metrics.items()}
+
+
+def first_moment(state: Any) -> list[np.ndarray]:
+    """Adam's first moment after one step from zero: the gradient, times 0.1."""
+    return [np.asarray(x) for x in jax.tree.leaves(state.opt_state[1].mu)]
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "episode", "constant"])
+def test_micro_batches_add_up_to_the_full_batch(aggregate: str):
+    options = {**FREE, "aggregate": aggregate, "gradient_clip": 0.0, "kl_beta": 0.1, "entropy_bonus": 0.01}
+    whole = small(**options, micro_batch=96)
+    state, episodes = replayed(whole, ragged=True)
+    full, report = updated(whole, state, episodes)
+    for size in (7, 32):
+        parts, other = updated(small(**options, micro_batch=size), state, episodes)
+        assert other["trained_tokens"] == report["trained_tokens"] == int(episodes.token_counts.sum())
+        for name in ("loss", "grad_norm", "entropy", "kl", "ratio_max", "clip_fraction"):
+            assert other[name] == pytest.approx(report[name], rel=1e-4, abs=1e-6), name
+        for a, b in zip(first_moment(full), first_moment(parts), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(a).max())
+
+
+@pytest.mark.parametrize("options", [{}, {**FREE}, {**FREE, "temperature": 0.6}, {**FREE, "top_k": 7}])
+def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(options: dict[str, Any]):
+    experiment = small(**options)
+    _, metrics = updated(experiment, *replayed(experiment))
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert metrics["clip_fraction"] == 0
+    assert metrics["logprob_gap"] < 1e-4
+    assert metrics["trained_rows"] > 0 and metrics["grad_norm"] > 0
+
+
+def test_equal_returns_train_nothing():
+    experiment = small()
+    state, episodes = replayed(experiment)
+    episodes = episodes._replace(reward=jnp.zeros_like(episodes.reward))
+    after, metrics = updated(experiment, state, episodes)
+    assert metrics["loss"] == 0 and metrics["trained_rows"] == 0 and metrics["grad_norm"] == 0
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(after.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_probability_of_better_actions_rises():
+    """Only going right in the first step pays; fresh episodes each time."""
+    experiment = small(groups=4, group_size=8, learning_rate=3e-3)
+    state, shares = experiment.init(), []
+    for _ in range(4):
+        episodes = compiled(experiment, "rollout")(state, experiment.hyperparameters)
+        went_right = episodes.reply.action[..., 0] == 2
+        shares.append(float(went_right.mean()))
+        reward = jnp.zeros_like(episodes.reward).at[..., 0].set(went_right)
+        state, _ = updated(experiment, state, episodes._replace(reward=reward))
+    assert shares[-1] > shares[0] + 0.2
+
+
+def test_drawing_episodes_prefers_large_advantages_and_counts_only_those_drawn():
+    experiment = small(groups=4, group_size=8, train_episodes=8)
+    state, episodes = replayed(experiment)
+    _, metrics = updated(experiment, state, episodes, alpha=4.0)
+    _, uniform = updated(experiment, state, episodes, alpha=0.0)
+    assert metrics["trained_advantage_abs_mean"] > uniform["trained_advantage_abs_mean"]
+    assert metrics["advantage_abs_mean"] == uniform["advantage_abs_mean"]
+    assert metrics["trained_rows"] <= 8 * episodes.alive.shape[-1]
+
+
+def test_passes_and_minibatches_step_the_optimiser_that_often():
+    experiment = small(passes=2, minibatches=3, micro_batch=8)
+    state, episodes = replayed(experiment)
+    after, metrics = updated(experiment, state, episodes)
+    assert int(after.opt_state[1].count) == 6
+    # The second pass is off-policy.
+    assert metrics["ratio_max"] > 1.0001
+    visited = metrics["trained_tokens"]
+    assert visited == 2 * int(episodes.token_counts.sum())
+
+
+def test_minibatches_of_a_pass_average_to_the_whole_gradient():
+    """With a learning rate of 0 nothing moves, so that the minibatches' losses are parts of the same loss."""
+    options = {**FREE, "gradient_clip": 0.0}
+    state, episodes = replayed(small(**options), ragged=True)
+    _, one = updated(small(**options), state, episodes, learning_rate=0.0)
+    _, four = updated(small(**options, minibatches=4, micro_batch=5), state, episodes, learning_rate=0.0)
+    assert four["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    assert four["trained_tokens"] == one["trained_tokens"]
+
+
+def test_a_kl_term_pulls_back_to_the_start():
+    experiment = small(kl_beta=10.0, learning_rate=1e-3)
+    state, episodes = replayed(experiment)
+    moved = state.replace(params=jax.tree.map(lambda x: x * 1.3, state.params))
+    nothing = episodes._replace(reward=jnp.zeros_like(episodes.reward))
+    _, before = updated(experiment, moved, nothing)
+    pulled = moved
+    for _ in range(5):
+        pulled, metrics = updated(experiment, pulled, nothing)
+    assert before["kl"] > 0 and metrics["kl"] < before["kl"]
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
+    experiment = small()
+    state, episodes = replayed(experiment)
+    broken = episodes._replace(reward=episodes.reward.at[0, 0, 0].set(jnp.nan))
+    after, metrics = updated(experiment, state, broken)
+    assert metrics["skipped_updates"] == 1
+    for a, b in zip(
+        jax.tree.leaves((state.params, state.opt_state)), jax.tree.leaves((after.params, after.opt_state)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+    assert int(after.iteration) == 1
+
+
+def test_changing_numbers_never_recompiles():
+    experiment = small(entropy_bonus=0.01, dual_clip=3.0, kl_beta=0.1, train_episodes=6)
+    traces = 0
+
+    def step(state: Any, reference: Any, hp: HyperParameters) -> Any:
+        nonlocal traces
+        traces += 1
+        return experiment.train_step(state, reference, hp)
+
+    compiled, state, hp = jax.jit(step), experiment.init(), experiment.hyperparameters
+    reference = copy(state.params)
+    for name in (
+        "learning_rate",
+        "temperature",
+        "clip_low",
+        "clip_high",
+        "dual_clip",
+        "kl_beta",
+        "alpha",
+        "entropy_bonus",
+        "unreadable_penalty",
+        "weight_decay",
+        "adam_b1",
+        "gradient_clip",
+    ):
+        hp = dataclasses.replace(hp, **{name: getattr(hp, name) * 0.5})
+        state, metrics = compiled(state, reference, hp)
+        assert all(np.isfinite(float(value)) for value in metrics.values()), name
+    assert traces == 1
+
+
+@pytest.mark.parametrize("options", [{}, {**FREE}])
+def test_members_under_vmap_are_the_solo_runs(options: dict[str, Any]):
+    """Two seeds as one vmapped step: each is what it is alone, and no cache or parameter goes through a select."""
+    experiment = small(**{**options, "rollout_rows": 5, "micro_batch": 8, "train_episodes": 7})
+    hp = experiment.hyperparameters
+    states = [dataclasses.replace(experiment.init(), key=jax.random.key(seed)) for seed in (3, 4)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *states)
+    rates = jnp.array([1e-3, 3e-3])
+
+    def step(state: Any, rate: Any) -> Any:
+        return experiment.train_step(state, None, dataclasses.replace(hp, learning_rate=rate))
+
+    together = jax.jit(jax.vmap(step))
+    solo = jax.jit(step)
+    for _ in range(2):
+        stacked, metrics = together(stacked, rates)
+        alone = [solo(state, rate) for state, rate in zip(states, rates, strict=True)]
+        states = [state for state, _ in alone]
+        for member, (_, expected) in enumerate(alone):
+            for name in ("return_mean", "episode_length", "trained_tokens", "loss", "grad_norm"):
+                assert float(metrics[name][member]) == pytest.approx(float(expected[name]), abs=1e-4, rel=1e-3), name
+
+
+MEMBERS = 2
+
+
+def test_no_cache_is_selected_when_members_play():
+    experiment = small(constrain=False, reply_limit=40, rollout_rows=4, micro_batch=2, groups=2, group_size=3)
+    state, hp = experiment.init(), experiment.hyperparameters
+    states = jax.tree.map(lambda x: jnp.stack([x] * MEMBERS), state)
+    jaxpr = jax.make_jaxpr(jax.vmap(lambda state: experiment.train_step.rollout(state, hp)))(states)
+    config = experiment.policy.model(state.params).config
+    cache = (MEMBERS, 4, experiment.game.max_tokens + 39, config.kv_heads, config.head_dim)
+    assert cache in array_shapes(jaxpr), "the cache is not where the test looks for it"
+    assert cache not in selected_shapes(jaxpr)
+
+
+def test_no_gradient_is_selected_when_members_learn():
+    """Members fill unequal numbers of micro-batches; the sums of gradients must not be selected for it.
+
+    What is selected once a parameter: itself and its two moments, because an update may be skipped.
+    """
+    experiment = small(micro_batch=4, gradient_clip=0.0)  # clipping selects the gradient once, too
+    state, episodes = replayed(experiment)
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * MEMBERS), (state, episodes))
+    hp = experiment.hyperparameters
+    update = jax.vmap(lambda state, episodes: experiment.train_step.update(state, episodes, None, hp))
+    embedding = (MEMBERS, *state.params["embedding"].shape)
+    assert selected_shapes(jax.make_jaxpr(update)(*stacked)).count(embedding) == 3

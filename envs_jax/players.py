@@ -1,0 +1,50 @@
+"""Players that need no model: what a policy is compared with.
+
+Each is a pure function of an environment (static), a key, a state and parameters that gives an action; batch with
+`vmap`. `uniform` plays anything, `safe` and `greedy` play Snake.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32, PRNGKeyArray
+
+from envs_jax.environment import Environment, EnvironmentState
+from envs_jax.snake import MOVES, Snake, SnakeParams, SnakeState, choose
+
+
+def uniform(environment: Environment, key: PRNGKeyArray, state: EnvironmentState, params: object) -> Int32[Array, ""]:
+    """Any action, all equally likely."""
+    del state, params
+    return jax.random.randint(key, (), 0, environment.num_actions, jnp.int32)
+
+
+def safe(environment: Snake, key: PRNGKeyArray, state: SnakeState, params: SnakeParams) -> Int32[Array, ""]:
+    """Any move that avoids walls and snakes, all equally likely; any move at all where none does."""
+    del params
+    _, allowed = environment.moves(state)
+    return choose(allowed | ~allowed.any(), jax.random.uniform(key))
+
+
+def greedy(environment: Snake, key: PRNGKeyArray, state: SnakeState, params: SnakeParams) -> Int32[Array, ""]:
+    """A safe move towards the nearest object worth eating (one of positive reward); ties are drawn.
+
+    Distances are counted in moves on an empty board. Objects of negative reward are avoided where another safe move
+    exists, and where nothing is worth eating the move is any that is safe and avoids them.
+    """
+    entered, allowed = environment.moves(state)
+    rewards = params.object_rewards[state.objects.astype(jnp.int32)]
+    bad = jnp.any(entered & (rewards < 0), axis=(-2, -1))
+    farther_than_any = environment.width + environment.height
+    distances = _distances(state.heads[0] + MOVES, rewards > 0, farther_than_any)
+    cost = distances + farther_than_any * (bad + 2 * ~allowed)
+    return choose(cost == cost.min(), jax.random.uniform(key))
+
+
+def _distances(
+    places: Int32[Array, "places 2"], goals: Bool[Array, "height width"], without: int
+) -> Int32[Array, " places"]:
+    """Moves from each place (x, y) to the nearest goal on an empty board; `without` where there is no goal."""
+    y, x = np.indices(goals.shape)
+    away = jnp.abs(x - places[:, 0, None, None]) + jnp.abs(y - places[:, 1, None, None])
+    return jnp.min(jnp.where(goals, away, without), axis=(-2, -1)).astype(jnp.int32)

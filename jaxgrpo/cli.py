@@ -179,7 +179,7 @@ def read_options(kind: type, words: Sequence[str]) -> dict[str, Any] | None:
     fields += [(switch, bool, False) for name in sorted(flags) for switch in (name, f"no_{name}")]
     given, unknown = tyro.cli(
         dataclasses.make_dataclass("Given", fields),
-        args=words,
+        args=_gather(words, {name for name, type_ in kinds.items() if type_ == tuple[str, ...]}),
         return_unknown_args=True,
         add_help=False,
         config=(tyro.conf.FlagCreatePairsOff,),
@@ -195,6 +195,26 @@ def read_options(kind: type, words: Sequence[str]) -> dict[str, Any] | None:
             raise ConfigError(f"{' '.join([option, *texts])}: needs {'a' if not texts else 'one'} value.")
     switched = {name: getattr(given, name) for name in flags if getattr(given, name) or getattr(given, f"no_{name}")}
     return {**options.from_text(kind, {name: texts[0] for name, texts in values.items()}), **several, **switched}
+
+
+def _gather(words: Sequence[str], several: set[str]) -> list[str]:
+    """The words with the values of an option that is given again put behind those it was given first.
+
+    Raises:
+        ConfigError: an option that takes one value is given twice.
+    """
+    given: dict[str, list[str]] = {"": []}
+    values = given[""]
+    for word in words:
+        if not word.startswith("--"):
+            values.append(word)
+            continue
+        option, equals, value = word.partition("=")
+        if option in given and option.lstrip("-").replace("-", "_") not in several:
+            raise ConfigError(f"{option} is given twice; give it once.")
+        values = given.setdefault(option, [])
+        values += [value] if equals else []
+    return [word for option, values in given.items() for word in ([option] if option else []) + values]
 
 
 def _unknown(word: str, known: list[str]) -> str:

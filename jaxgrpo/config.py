@@ -4,12 +4,13 @@ import dataclasses
 import difflib
 import math
 import tomllib
+import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import chex
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float
 
 
@@ -235,6 +236,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rollout_rows": 128,
         "micro_batch": 64,
         "iterations": 200,
+        "evaluate_every": 20,
     },
     "smollm2": {
         "style": "full",
@@ -432,8 +434,9 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
     return value
 
 
-@chex.dataclass(frozen=True)
-class HyperParameters:
+# Not checked as they are built (`no_type_check`): JAX rebuilds pytrees around things that are not arrays.
+@typing.no_type_check
+class HyperParameters(struct.PyTreeNode):
     """Every number that does not change a shape, as traced scalars: changing one never recompiles.
 
     Whether a term is on at all is decided beside it, in `Switches`, so that what is off costs nothing.

@@ -57,12 +57,12 @@ def play_policy(
         rows: rows given to the model at once; 0 is all.
     """
     sampling = Sampling(jnp.float32(temperature), jnp.float32(1.0))
-    return _outcome(_play_policy(policy, game, params, _key(seed), sampling, episodes, rows))
+    return _outcome(_play_policy(policy, game, params, held_out_key(seed), sampling, episodes, rows))
 
 
 def play_random(game: TextGame, *, episodes: int, seed: int = 0) -> Outcome:
     """The same held-out episodes with actions drawn uniformly."""
-    return _outcome(_play_random(game, _key(seed), episodes))
+    return _outcome(_play_random(game, held_out_key(seed), episodes))
 
 
 def summarise(outcome: Outcome) -> dict[str, Any]:
@@ -129,7 +129,8 @@ def evaluate_scenarios(
     return {"scenarios": results}
 
 
-def _key(seed: int) -> PRNGKeyArray:
+def held_out_key(seed: int) -> PRNGKeyArray:
+    """The key held-out episodes are folded from: a stream that training never draws from, whatever its seed."""
     return jax.random.fold_in(jax.random.key(seed), _HELD_OUT)
 
 

@@ -1,13 +1,14 @@
 """One iteration of reinforcement learning as one compiled function: play, targets, rows, gradients, optimiser."""
 
 import dataclasses
+import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from envs_jax.games import TokenizedGame
@@ -25,8 +26,9 @@ Metrics = dict[str, Float[Array, ""]]
 _PLAY, _CHOOSE, _SHUFFLE = 0, 1, 2
 
 
-@chex.dataclass(frozen=True)
-class TrainState:
+# Not checked as it is built (`no_type_check`): JAX rebuilds pytrees around things that are not arrays.
+@typing.no_type_check
+class TrainState(struct.PyTreeNode):
     """All that changes from iteration to iteration, and so all that a checkpoint holds."""
 
     params: Any
@@ -39,6 +41,15 @@ class TrainState:
     """Key of the run; an iteration folds its number in."""
     iteration: Int[Array, ""]
     """Iterations done."""
+
+
+def play_key(state: TrainState) -> PRNGKeyArray:
+    """Key of the episodes that the next iteration plays."""
+    return _key(state, _PLAY)
+
+
+def _key(state: TrainState, purpose: int) -> PRNGKeyArray:
+    return jax.random.fold_in(jax.random.fold_in(state.key, state.iteration), purpose)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +86,7 @@ class TrainStep:
             self.game,
             state.params,
             self.policy.prefix(state.params),
-            self._key(state, _PLAY),
+            play_key(state),
             groups=options.groups,
             samples=options.group_size,
             sampling=Sampling(hp.temperature, hp.top_p),
@@ -88,11 +99,11 @@ class TrainStep:
         self, state: TrainState, episodes: Episodes, reference: Any, hp: HyperParameters
     ) -> tuple[TrainState, Metrics]:
         """Learns from episodes: `passes` times over their rows, in `minibatches` optimiser steps each."""
-        targets = self.algorithm.targets(self._key(state, _CHOOSE), episodes, hp)
+        targets = self.algorithm.targets(_key(state, _CHOOSE), episodes, hp)
         rows, count = build_rows(episodes, targets.chosen, targets.visit, targets.weight, targets.target)
         reference_log_prob = self._reference_log_prob(reference, rows, count, hp)
         minibatches = self.config.learn.minibatches
-        shuffle = self._key(state, _SHUFFLE)
+        shuffle = _key(state, _SHUFFLE)
 
         def learn(carry: tuple[Any, Any], number: Array) -> tuple[tuple[Any, Any], "_Learned"]:
             order = self._order(jax.random.fold_in(shuffle, number // minibatches), rows.weight.shape[0], count)
@@ -116,9 +127,6 @@ class TrainStep:
         }
         state = state.replace(params=params, opt_state=opt_state, iteration=state.iteration + 1)
         return state, metrics
-
-    def _key(self, state: TrainState, purpose: int) -> PRNGKeyArray:
-        return jax.random.fold_in(jax.random.fold_in(state.key, state.iteration), purpose)
 
     def _order(self, key: PRNGKeyArray, capacity: int, count: Int[Array, ""]) -> Int[Array, " capacity"]:
         """The order rows are visited in: as they stand, or shuffled where a pass has several optimiser steps."""
@@ -181,8 +189,8 @@ class TrainStep:
 
         def loss(params: Any, prefix: Prefix, batch: Rows, reference: Any) -> tuple[Array, _Report]:
             statistics = self._statistics(params, prefix, batch, hp)
-            per_row = jax.vmap(lambda *row: self.algorithm.loss(*row, hp))(
-                statistics, batch.sampled, batch.old_log_prob, reference, batch.target
+            per_row = jax.vmap(self.algorithm.loss, in_axes=(0, 0, 0, 0, 0, None))(
+                statistics, batch.sampled, batch.old_log_prob, reference, batch.target, hp
             )
             present = batch.weight > 0
             total = jnp.sum(jnp.where(present, per_row.total * batch.weight, 0.0)) / denominator

@@ -20,7 +20,7 @@ import jaxgrpo
 from envs_jax.games import make_game, tokenize_game
 from envs_jax.text.tokenizer import TextTokenizer
 from jaxgrpo.checkpoints import Checkpoints
-from jaxgrpo.cli import TrainOptions, main, read_options, train_config
+from jaxgrpo.cli import EvalOptions, TrainOptions, main, read_options, train_config
 from jaxgrpo.config import TrainConfig, flatten, resolve
 from jaxgrpo.records import RunFolder, read_rows, without_timings
 from jaxgrpo.stopping import Exit
@@ -346,3 +346,9 @@ def test_train_and_evaluate_from_python(trained, tmp_path):
     found = jaxgrpo.evaluate(run.folder, ["frozen-lake"], episodes=16)
     assert run.after is not None
     assert found["scenarios"]["frozen-lake"]["model"]["success_rate"] == run.after["success_rate"]
+
+
+def test_an_option_given_again_adds_to_a_list_and_is_otherwise_refused(capsys):
+    words = ["--scenario", "a", "b", "--episodes", "3", "--scenario=c"]
+    assert read_options(EvalOptions, words) == {"scenario": ("a", "b", "c"), "episodes": 3}
+    _fails(["train", "--seed", "1", "--seed=2"], "--seed is given twice; give it once", capsys)

@@ -1,6 +1,5 @@
 """The compiled step: the same gradient however it is cut up, one trace, members under vmap, and faults survived."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -44,7 +43,7 @@ def replayed(experiment: Experiment, seed: int = 0, ragged: bool = False) -> tup
 
 
 def updated(experiment: Experiment, state: Any, episodes: Episodes, **changes: Any) -> tuple[Any, dict[str, float]]:
-    hp = dataclasses.replace(experiment.hyperparameters, **{k: jnp.float32(v) for k, v in changes.items()})
+    hp = experiment.hyperparameters.replace(**{k: jnp.float32(v) for k, v in changes.items()})
     reference = experiment.init().params if experiment.train_step.algorithm.uses_reference else None
     state, metrics = compiled(experiment, "update")(state, episodes, reference, hp)
     return state, {name: float(value) for name, value in metrics.items()}
@@ -184,7 +183,7 @@ def test_changing_numbers_never_recompiles():
         "adam_b1",
         "gradient_clip",
     ):
-        hp = dataclasses.replace(hp, **{name: getattr(hp, name) * 0.5})
+        hp = hp.replace(**{name: getattr(hp, name) * 0.5})
         state, metrics = compiled(state, reference, hp)
         assert all(np.isfinite(float(value)) for value in metrics.values()), name
     assert traces == 1
@@ -195,12 +194,12 @@ def test_members_under_vmap_are_the_solo_runs(options: dict[str, Any]):
     """Two seeds as one vmapped step: each is what it is alone, and no cache or parameter goes through a select."""
     experiment = small(**{**options, "rollout_rows": 5, "micro_batch": 8, "train_episodes": 7})
     hp = experiment.hyperparameters
-    states = [dataclasses.replace(experiment.init(), key=jax.random.key(seed)) for seed in (3, 4)]
+    states = [experiment.init().replace(key=jax.random.key(seed)) for seed in (3, 4)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *states)
     rates = jnp.array([1e-3, 3e-3])
 
     def step(state: Any, rate: Any) -> Any:
-        return experiment.train_step(state, None, dataclasses.replace(hp, learning_rate=rate))
+        return experiment.train_step(state, None, hp.replace(learning_rate=rate))
 
     together = jax.jit(jax.vmap(step))
     solo = jax.jit(step)

@@ -385,8 +385,8 @@ class Snake(Environment[SnakeState, SnakeParams]):
         columns_free = self.height >= length and self.width > self.enemies * length
         if length > 1 and not (rows_free or columns_free):
             raise EnvironmentOptionError(
-                f"{self.snakes} straight snakes of {length} may not fit on {self.width} x {self.height} cells: make the"
-                " board larger or initial_length smaller"
+                f"initial_length is {length}: with {self.enemies} enemies, straight snakes may not all fit on"
+                f" {self.width} x {self.height} cells; make the board larger or the snakes shorter"
             )
 
 

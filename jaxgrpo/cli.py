@@ -198,11 +198,7 @@ def read_options(kind: type, words: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _gather(words: Sequence[str], several: set[str]) -> list[str]:
-    """The words with the values of an option that is given again put behind those it was given first.
-
-    Raises:
-        ConfigError: an option that takes one value is given twice.
-    """
+    """The words, with the values of an option that takes several put together, and the last of any other kept."""
     given: dict[str, list[str]] = {"": []}
     values = given[""]
     for word in words:
@@ -210,9 +206,9 @@ def _gather(words: Sequence[str], several: set[str]) -> list[str]:
             values.append(word)
             continue
         option, equals, value = word.partition("=")
-        if option in given and option.lstrip("-").replace("-", "_") not in several:
-            raise ConfigError(f"{option} is given twice; give it once.")
         values = given.setdefault(option, [])
+        if option.lstrip("-").replace("-", "_") not in several:
+            values.clear()
         values += [value] if equals else []
     return [word for option, values in given.items() for word in ([option] if option else []) + values]
 

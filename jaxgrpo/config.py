@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 
@@ -54,8 +54,8 @@ class LearnConfig:
 
     normalise: Literal["std", "mean", "leave_one_out"] = "std"
     """Advantage within a group: (R - mean) / std, R - mean, or R - mean of the others."""
-    train_episodes: int = 0
-    """Episodes trained on an iteration, drawn by absolute advantage; 0 is all that were played."""
+    train_fraction: float = 1.0
+    """Share of an iteration's episodes that is trained on, drawn by absolute advantage; 1 is all."""
     alpha: float = 1.0
     """Exponent of |advantage| in the draw of episodes; 0 is uniform."""
     importance: Literal["none", "correct"] = "none"
@@ -166,15 +166,12 @@ class TrainConfig:
             raise ConfigError(f"--max-seconds {values['max_seconds']}: must be above 0.")
         if not values["adam_b1"] < 1 or not values["adam_b2"] < 1:
             raise ConfigError("--adam-b1 and --adam-b2 must be below 1.")
-        played = values["groups"] * values["group_size"]
-        if values["train_episodes"] > played:
+        if not 0 < values["train_fraction"] <= 1:
+            raise ConfigError(f"--train-fraction {values['train_fraction']}: must be above 0 and at most 1 (1 is all).")
+        if values["minibatches"] > self.trained:
             raise ConfigError(
-                f"--train-episodes {values['train_episodes']}: only {played} episodes are played an iteration "
-                f"(--groups {values['groups']} times --group-size {values['group_size']}); "
-                f"give at most {played}, or 0 for all."
+                f"--minibatches {values['minibatches']}: more than the {self.trained} episodes trained on; give fewer."
             )
-        if values["minibatches"] > (values["train_episodes"] or played):
-            raise ConfigError(f"--minibatches {values['minibatches']}: more than the episodes trained on; give fewer.")
 
     @property
     def episodes(self) -> int:
@@ -184,7 +181,7 @@ class TrainConfig:
     @property
     def trained(self) -> int:
         """Episodes trained on in an iteration."""
-        return self.learn.train_episodes or self.episodes
+        return max(1, round(self.learn.train_fraction * self.episodes))
 
 
 _POSITIVE = [
@@ -205,7 +202,6 @@ _NON_NEGATIVE = [
     "top_k",
     "unreadable_penalty",
     "rollout_rows",
-    "train_episodes",
     "alpha",
     "clip_low",
     "clip_high",
@@ -229,7 +225,7 @@ _NOT_RESULTS = {f.name for f in dataclasses.fields(RunConfig)} | {"iterations", 
 PRESETS: dict[str, dict[str, Any]] = {
     # Found by trial, see docs/results.md: a bonus that keeps the policy from settling on a path that ignores the board.
     "tiny": {
-        "train_episodes": 128,
+        "train_fraction": 0.25,
         "entropy_bonus": 0.05,
         "learning_rate": 1e-3,
         "adam_b2": 0.99,
@@ -436,7 +432,9 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
 
 # Not checked as they are built (`no_type_check`): JAX rebuilds pytrees around things that are not arrays.
 @typing.no_type_check
-class HyperParameters(struct.PyTreeNode):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HyperParameters:
     """Every number that does not change a shape, as traced scalars: changing one never recompiles.
 
     Whether a term is on at all is decided beside it, in `Switches`, so that what is off costs nothing.

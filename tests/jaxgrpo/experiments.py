@@ -9,7 +9,14 @@ import jax
 from jaxgrpo.build import Experiment, build
 from jaxgrpo.config import resolve
 
-SMALL = {"groups": 3, "group_size": 4, "train_episodes": 0, "rollout_rows": 0, "micro_batch": 16, "entropy_bonus": 0.0}
+SMALL = {
+    "groups": 3,
+    "group_size": 4,
+    "train_fraction": 1.0,
+    "rollout_rows": 0,
+    "micro_batch": 16,
+    "entropy_bonus": 0.0,
+}
 
 
 @functools.cache

@@ -62,9 +62,10 @@ def test_command_line_over_file_over_preset(tmp_path):
 
 
 def test_a_preset_alone_need_not_fit(tmp_path):
-    assert resolve({"preset": "smollm2", "groups": 32, "train_episodes": 200}).trained == 200
-    with pytest.raises(ConfigError, match=r"--train-episodes 200: only 32 episodes are played"):
-        resolve({"preset": "smollm2", "train_episodes": 200})
+    assert resolve({"preset": "smollm2", "groups": 32, "train_fraction": 0.5}).trained == 128
+    assert resolve({"groups": 1, "group_size": 2}).trained == 1
+    with pytest.raises(ConfigError, match=r"--train-fraction 1.5: must be above 0 and at most 1"):
+        resolve({"train_fraction": 1.5})
 
 
 def test_a_resumed_run_keeps_its_options():
@@ -93,7 +94,7 @@ def test_a_resumed_run_keeps_its_options():
         ({"constrain": 1}, r"--constrain 1: must be true or false\."),
         ({"out": 3}, r"--out 3: must be text or None\."),
         ({"normalise": "stdd"}, r"--normalise stdd: allowed are std, mean, leave_one_out\. Did you mean 'std'\?"),
-        ({"minibatches": 999}, r"--minibatches 999: more than the episodes trained on"),
+        ({"minibatches": 999}, r"--minibatches 999: more than the 128 episodes trained on"),
     ],
 )
 def test_wrong_options_are_one_line(options, line):
@@ -133,7 +134,7 @@ def test_what_shapes_results():
 
 
 def test_numbers_and_switches():
-    config = resolve({"learning_rate": 0.25, "kl_beta": 0.1, "top_p": 0.9, "gradient_clip": 0})
+    config = resolve({"learning_rate": 0.25, "kl_beta": 0.1, "top_p": 0.9, "gradient_clip": 0, "iterations": 150})
     hp = HyperParameters.from_config(config)
     assert (hp.learning_rate, hp.kl_beta, hp.iterations) == (0.25, jnp.float32(0.1), 150)
     assert {leaf.dtype for leaf in vars(hp).values()} == {jnp.dtype("float32")}

@@ -119,7 +119,7 @@ def test_claim_refuses(tmp_path):
         folder.claim(new)
     folder.claim(resumed)
     other = resolve({"seed": 1, "resume": True, "model": "smollm2-135m", "preset": "tiny", "learning_rate": 0.5})
-    with pytest.raises(ConfigError, match=r"--model tiny \(not smollm2-135m\), --learning-rate 0.002 \(not 0.5\)"):
+    with pytest.raises(ConfigError, match=r"--model tiny \(not smollm2-135m\), --learning-rate 0.001 \(not 0.5\)"):
         folder.claim(other)
 
 

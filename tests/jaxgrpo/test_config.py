@@ -134,7 +134,9 @@ def test_what_shapes_results():
 
 
 def test_numbers_and_switches():
-    config = resolve({"learning_rate": 0.25, "kl_beta": 0.1, "top_p": 0.9, "gradient_clip": 0, "iterations": 150})
+    config = resolve(
+        {"learning_rate": 0.25, "kl_beta": 0.1, "top_p": 0.9, "gradient_clip": 0, "entropy_bonus": 0, "iterations": 150}
+    )
     hp = HyperParameters.from_config(config)
     assert (hp.learning_rate, hp.kl_beta, hp.iterations) == (0.25, jnp.float32(0.1), 150)
     assert {leaf.dtype for leaf in vars(hp).values()} == {jnp.dtype("float32")}

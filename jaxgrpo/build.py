@@ -105,7 +105,7 @@ def build(config: TrainConfig) -> Experiment:
     """
     model = _Model.find(config.model)
     options = config.play
-    text_game = make_game(config.game, style=options.style, reply=options.reply)
+    text_game = make_game(config.game, style=options.style, reply=options.reply, shots=options.shots)
     game = tokenize_game(text_game, model.tokenizer, reply_limit=options.reply_limit, constrain=options.constrain)
     if game.constraint is not None and game.constraint.distance[game.constraint.start] > options.reply_limit:
         shortest = int(game.constraint.distance[game.constraint.start])

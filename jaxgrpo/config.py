@@ -30,6 +30,8 @@ class PlayConfig:
     """What the episodes of a group share: "all" (start state and the game's chance at every step) or "start" alone."""
     style: Literal["short", "full"] = "short"
     """Wording of the observation: "short" (bare board, few tokens) or "full" (sizes, objects, legend and board)."""
+    shots: int = 0
+    """Example turns in the prompt, which show the form of a reply; they are part of the shared prefix."""
     reply: Literal["action"] = "action"
     """Form of a reply: "action" is <action>WORD</action>."""
     reply_limit: int = 8
@@ -200,6 +202,7 @@ _NON_NEGATIVE = [
     "seed",
     "temperature",
     "top_k",
+    "shots",
     "unreadable_penalty",
     "rollout_rows",
     "alpha",
@@ -236,6 +239,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "smollm2": {
         "style": "full",
+        "shots": 2,
+        "train_fraction": 0.5,
         "constrain": False,
         "reply_limit": 12,
         "groups": 4,

@@ -58,6 +58,10 @@ _GGUF_CONTROL, _GGUF_USER_DEFINED = 3, 4
 _SENTINEL = "5f0d7c31e8"  # stands for the user message; no chat template or system message holds it
 
 
+Shot = tuple[str, str]
+"""A user message and the reply to it."""
+
+
 class TokenizerError(ValueError):
     """A tokenizer file that is missing, damaged or of a kind that is not supported."""
 
@@ -107,22 +111,23 @@ class TextTokenizer:
                 f"the tokenizer's chat template refuses messages with roles {roles}: {error}"
             ) from error
 
-    def chat_frame(self, system: str, examples: Iterable[str]) -> tuple[str, str]:
-        """What the chat template puts before and after a user message that follows the system message `system`.
+    def chat_frame(self, system: str, examples: Iterable[str], shots: Sequence[Shot] = ()) -> tuple[str, str]:
+        """What the chat template puts before and after the last user message of a chat.
 
         Args:
           system: content of the system message.
+          shots: earlier turns, see `chat_messages`.
           examples: contents of the user message, on which the frame is checked.
 
         Raises:
           TokenizerError: the template alters a user message, trims it, or shows it other than once.
         """
-        parts = self.apply_chat_template(chat_messages(system, _SENTINEL)).split(_SENTINEL)
+        parts = self.apply_chat_template(chat_messages(system, _SENTINEL, shots)).split(_SENTINEL)
         if len(parts) != 2:
             raise TokenizerError(f"the chat template shows the user message {len(parts) - 1} times; it must do so once")
         before, after = parts
         for example in examples:
-            if self.apply_chat_template(chat_messages(system, example)) != before + example + after:
+            if self.apply_chat_template(chat_messages(system, example, shots)) != before + example + after:
                 raise TokenizerError(f"the chat template alters the user message {example!r}; another one is needed")
         return before, after
 
@@ -201,9 +206,12 @@ class TextTokenizer:
         return _assemble(backend, loaded.chat_template or CHATML_TEMPLATE, named)
 
 
-def chat_messages(system: str, user: str) -> list[dict[str, str]]:
-    """A system and a user message in the form that chat templates take."""
-    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
+def chat_messages(system: str, user: str, shots: Sequence[Shot] = ()) -> list[dict[str, str]]:
+    """A system message, `shots` as turns that went before, and a user message, in the form that chat templates take."""
+    messages = [{"role": "system", "content": system}]
+    for asked, answered in shots:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    return [*messages, {"role": "user", "content": user}]
 
 
 def _pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:

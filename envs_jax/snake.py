@@ -424,7 +424,7 @@ def _draw_cells(
         shifted = jnp.where(index > below, jnp.roll(drawn, 1), drawn)
         return jnp.where(index == below, rank, shifted), rank
 
-    _, ranks = jax.lax.scan(draw, jnp.zeros(most, jnp.int32), (index, ranks), unroll=min(most, 8))
+    _, ranks = jax.lax.scan(draw, jnp.zeros(most, jnp.int32), (index, ranks))
     hits = (running - 1 == ranks[:, None]) & ((index < wanted) & (left > 0))[:, None]
     return free & hits.any(0)
 

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from envs_jax import AutoReset, EnvironmentOptionError, FrozenLake
+from envs_jax.snake import Snake
 
 ENVIRONMENTS = [
     pytest.param(FrozenLake(max_steps=6), id="frozen-lake"),
     pytest.param(FrozenLake(fixed_map="8x8", random_start=True, random_goal=True, max_steps=6), id="frozen-lake-8x8"),
+    pytest.param(Snake(max_steps=6), id="snake"),
 ]
 GAMES = 256
 

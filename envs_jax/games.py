@@ -162,6 +162,12 @@ def tokenize_game(game: TextGame, tokenizer: TextTokenizer, *, reply_limit: int,
     )
 
 
+@functools.cache
+def _reader(actions: tuple[str, ...], tokenizer: TextTokenizer) -> Reader:
+    """One reader for all scenarios of a tokenizer."""
+    return Reader.compile(actions, tokenizer)
+
+
 def make_game(name: str, *, style: str = "full", reply: str = "action", shots: int = 0, **options: Any) -> TextGame:
     """The named scenario.
 

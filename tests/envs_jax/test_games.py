@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -353,7 +354,7 @@ def _snake_state(game: TextGame, snakes, objects, **changes):
 
 
 def test_snake_text_says_what_the_state_is():
-    options = dict(width=5, height=4, enemies=2, apples=2, bananas=1, fires=1, max_steps=8)
+    options: dict[str, Any] = dict(width=5, height=4, enemies=2, apples=2, bananas=1, fires=1, max_steps=8)
     game = snake_game(**options)
     snakes = [[(1, 1), (1, 0), (0, 0)], [], [(4, 3), (3, 3)]]
     state = _snake_state(game, snakes, {(2, 1): APPLE, (0, 3): BANANA, (4, 0): FIRE})

@@ -111,6 +111,11 @@ class TokenizedGame:
     constraint: Constraint | None
     reply_limit: int
 
+    @functools.cached_property
+    def scored(self) -> "TokenizedGame":
+        """The game as it is evaluated: see `TextGame.scored`. Its text is the same."""
+        return self if self.game.scored is self.game else dataclasses.replace(self, game=self.game.scored)
+
     @property
     def prefix_ids(self) -> Int[np.ndarray, " prefix"]:
         """Tokens that begin the prompt of every step of every episode."""

@@ -72,10 +72,10 @@ class Experiment:
         return self._compiled(state, self._reference, hyperparameters)
 
     def evaluate(self, params: Any, *, episodes: int, temperature: float, seed: int = 0) -> Outcome:
-        """Plays held-out episodes, see `play_policy`."""
+        """Plays held-out episodes of the game as it is scored, see `play_policy`."""
         return play_policy(
             self.policy,
-            self.game,
+            self.game.scored,
             params,
             episodes=episodes,
             temperature=temperature,

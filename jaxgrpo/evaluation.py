@@ -124,7 +124,7 @@ def evaluate_scenarios(
         params = experiment.init().params if params is None else params
         results[name] = {
             "model": summarise(experiment.evaluate(params, episodes=episodes, temperature=temperature, seed=seed)),
-            "random": summarise(play_random(experiment.game.game, episodes=episodes, seed=seed)),
+            "random": summarise(play_random(experiment.game.game.scored, episodes=episodes, seed=seed)),
         }
     return {"scenarios": results}
 

@@ -302,7 +302,10 @@ class _Session:
         self.evaluations.append({**row, "seconds": round(self.clock - began, 4)})
         if self.iteration < self.config.iterations:  # the last lines tell of the last one
             when = "before" if self.iteration == 0 else f"after {self.iteration}"
-            self.display.say(f"held-out success {when}: {row['success_rate']:.3f} ({row['episodes']} episodes)")
+            self.display.say(
+                f"held-out success {when}: {row['success_rate']:.3f}, return {row['return_mean']:.3f} "
+                f"({row['episodes']} episodes)"
+            )
 
     def _evaluation(self, iteration: int) -> dict[str, Any] | None:
         return next((row for row in self.evaluations.rows if row["iteration"] == iteration), None)
@@ -332,8 +335,8 @@ class _Session:
         path, lines = self.folder.path, []
         if before and after:
             lines.append(
-                f"held-out success before {before['success_rate']:.3f} -> after {after['success_rate']:.3f} "
-                f"({after['episodes']} episodes)"
+                f"held-out success before {before['success_rate']:.3f} -> after {after['success_rate']:.3f}, "
+                f"return {before['return_mean']:.3f} -> {after['return_mean']:.3f} ({after['episodes']} episodes)"
             )
         if ending == Exit.NON_FINITE:
             lines.append(

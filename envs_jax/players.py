@@ -1,8 +1,12 @@
 """Players that need no model: what a policy is compared with.
 
 Each is a pure function of an environment (static), a key, a state and parameters that gives an action; batch with
-`vmap`. `uniform` plays anything, `safe` and `greedy` play Snake.
+`vmap`. `uniform` plays anything, `safe` and `greedy` play Snake, `optimal` plays Frozen Lake; `players_of` lists those
+that play a game.
 """
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,20 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32, PRNGKeyArray
 
 from envs_jax.environment import Environment, EnvironmentState
+from envs_jax.frozen_lake import FrozenLake, FrozenLakeParams, FrozenLakeState, optimal_action, optimal_values
 from envs_jax.snake import MOVES, Snake, SnakeParams, SnakeState, choose
+
+Player = Callable[[Any, PRNGKeyArray, Any, Any], Int32[Array, ""]]
+"""`(environment, key, state, params) -> action`."""
+
+
+def players_of(environment: Environment) -> Mapping[str, Player]:
+    """The players that a game knows, by name; `random` plays every game."""
+    own: dict[type[Environment], dict[str, Player]] = {
+        FrozenLake: {"optimal": optimal},
+        Snake: {"safe-random": safe, "greedy": greedy},
+    }
+    return {"random": uniform, **own.get(type(environment), {})}
 
 
 def uniform(environment: Environment, key: PRNGKeyArray, state: EnvironmentState, params: object) -> Int32[Array, ""]:
@@ -39,6 +56,14 @@ def greedy(environment: Snake, key: PRNGKeyArray, state: SnakeState, params: Sna
     distances = _distances(state.heads[0] + MOVES, rewards > 0, farther_than_any)
     cost = distances + farther_than_any * (bad + 2 * ~allowed)
     return choose(cost == cost.min(), jax.random.uniform(key))
+
+
+def optimal(
+    environment: FrozenLake, key: PRNGKeyArray, state: FrozenLakeState, params: FrozenLakeParams
+) -> Int32[Array, ""]:
+    """An action of greatest expected return over the steps that are left, by value iteration on the board shown."""
+    del key
+    return optimal_action(optimal_values(state.board, params, environment.max_steps), state, params)
 
 
 def _distances(

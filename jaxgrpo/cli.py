@@ -31,7 +31,7 @@ class TrainOptions(TrainConfig):
 
 @dataclasses.dataclass(frozen=True)
 class EvalOptions:
-    """Play scenarios with a model, and with a random player beside it, and compare."""
+    """Play scenarios with a model, and beside it with players that need none: random, greedy, optimal where known."""
 
     run: str | None = None
     """Folder of a run: its model as of the last checkpoint, its wording and reply options."""
@@ -156,7 +156,7 @@ def _play(words: list[str]) -> int:
 
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train a language agent; with no options, the embedded default"),
-    "eval": (_eval, "play scenarios with a model and with a random player"),
+    "eval": (_eval, "play scenarios with a model and with players that need none"),
     "play": (_play, "play a game yourself, seeing what the model sees"),
 }
 

@@ -22,7 +22,7 @@ from jaxgrpo.trainer import use_compilation_cache
 
 
 def eval_command(options: EvalOptions) -> int:
-    """Play scenarios with a run's or a bare model and with a random player; print a table, write JSON where asked."""
+    """Play scenarios with a run's or a bare model, and with players that need none; print a table, write JSON."""
     if (options.run is None) == (options.model is None):
         raise ConfigError("eval: give either --run DIR or --model NAME_OR_PATH.")
     if options.json is not None and not Path(options.json).parent.is_dir():
@@ -51,7 +51,7 @@ def _table(scenarios: Mapping[str, Mapping[str, Mapping[str, Any]]], options: Ev
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
     table.add_column("scenario", no_wrap=True)
     table.add_column("player", no_wrap=True)
-    for title in ("success", "return", "steps", "unreadable"):
+    for title in ("success", "return", "of optimum", "steps", "unreadable"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, players in scenarios.items():
         for player, found in players.items():
@@ -61,8 +61,9 @@ def _table(scenarios: Mapping[str, Mapping[str, Mapping[str, Any]]], options: Ev
                 player,
                 f"{found['success_rate']:.3f}",
                 f"{found['return_mean']:.3f} ± {half:.3f}",
+                f"{found['optimum_share']:.0%}" if "optimum_share" in found else "",
                 f"{found['episode_length']:.1f}",
-                f"{found['unreadable_rate']:.1%}",
+                f"{found['unreadable_rate']:.1%}" if player == "model" else "",
             )
     return table
 

@@ -1,4 +1,4 @@
-"""Playing held-out episodes: with a policy, with a uniformly random player, on the same games."""
+"""Playing held-out episodes: with a policy, and with players that need no model, on the same games."""
 
 import dataclasses
 import functools
@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from envs_jax.games import TextGame, TokenizedGame
+from envs_jax.players import Player, players_of
 from jaxgrpo.config import ConfigError, TrainConfig
 from jaxgrpo.loops import while_any
 from jaxgrpo.policy import LanguageAgentPolicy, Sampling
@@ -60,9 +61,9 @@ def play_policy(
     return _outcome(_play_policy(policy, game, params, held_out_key(seed), sampling, episodes, rows))
 
 
-def play_random(game: TextGame, *, episodes: int, seed: int = 0) -> Outcome:
-    """The same held-out episodes with actions drawn uniformly."""
-    return _outcome(_play_random(game, held_out_key(seed), episodes))
+def play_without_model(game: TextGame, player: Player, *, episodes: int, seed: int = 0) -> Outcome:
+    """The same held-out episodes, with the same luck, played by one of `envs_jax.players`."""
+    return _outcome(_play_without_model(game, player, held_out_key(seed), episodes))
 
 
 def summarise(outcome: Outcome) -> dict[str, Any]:
@@ -93,18 +94,19 @@ def evaluate_scenarios(
     temperature: float = 0.5,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Plays named scenarios with a model and with a random player.
+    """Plays named scenarios with a model and with the players that need none (`envs_jax.players.players_of`).
 
     Args:
         subject: the folder of a run, whose last checkpoint plays with the run's wording and reply options; or a
             configuration, whose model plays as it is before training.
         scenarios: names of games; none is the subject's own game.
-        episodes: of each scenario, the same for both players.
+        episodes: of each scenario, the same for all players.
         temperature: of sampling; 0 is greedy.
         seed: which held-out episodes.
 
     Returns:
-        `{"scenarios": {name: {"model": summary, "random": summary}}}`, see `summarise`.
+        `{"scenarios": {name: {"model": summary, "random": summary, ...}}}`, see `summarise`; where optimal play is
+        known, each summary has its `optimum_share` of the mean return.
 
     Raises:
         ConfigError: no such run, or nothing to evaluate in it.
@@ -122,11 +124,20 @@ def evaluate_scenarios(
     for name in scenarios or (config.game,):
         experiment = build(dataclasses.replace(config, game=name))
         params = experiment.init().params if params is None else params
-        results[name] = {
-            "model": summarise(experiment.evaluate(params, episodes=episodes, temperature=temperature, seed=seed)),
-            "random": summarise(play_random(experiment.game.game.scored, episodes=episodes, seed=seed)),
-        }
+        game = experiment.game.game.scored
+        outcomes = {"model": experiment.evaluate(params, episodes=episodes, temperature=temperature, seed=seed)}
+        for player, plays in players_of(game.environment).items():
+            outcomes[player] = play_without_model(game, plays, episodes=episodes, seed=seed)
+        results[name] = _with_optimum({player: summarise(outcome) for player, outcome in outcomes.items()})
     return {"scenarios": results}
+
+
+def _with_optimum(summaries: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Adds everyone's share of the optimal player's mean return, where there is one and it is above 0."""
+    optimum = summaries.get("optimal", {}).get("return_mean", 0.0)
+    if optimum <= 0:
+        return summaries
+    return {name: {**found, "optimum_share": found["return_mean"] / optimum} for name, found in summaries.items()}
 
 
 def held_out_key(seed: int) -> PRNGKeyArray:
@@ -162,16 +173,21 @@ def _play_policy(
     return played.returns[:, 0], played.success[:, 0], lengths, unreadable
 
 
-@functools.partial(jax.jit, static_argnames=("game", "episodes"))
-def _play_random(game: TextGame, key: PRNGKeyArray, episodes: int) -> tuple[Array, Array, Array, Array]:
+@functools.partial(jax.jit, static_argnames=("game", "player", "episodes"))
+def _play_without_model(
+    game: TextGame, player: Player, key: PRNGKeyArray, episodes: int
+) -> tuple[Array, Array, Array, Array]:
     keys = Keys.make(key, episodes, 1)
-    state = start(game, keys.groups)
+
+    @jax.vmap
+    def choose(key: PRNGKeyArray, state: Any) -> Int[Array, ""]:
+        return player(game.environment, key, state, game.params)
 
     def advance(carry: Any) -> Any:
         step, state, returns, lengths = carry
         alive = ~(state.terminated | state.truncated)
-        choice = jax.vmap(lambda k: jax.random.randint(jax.random.fold_in(k, step), (), 0, len(game.actions)))
-        state, reward, _, _ = chance(game, keys.groups, step, state, choice(keys.samples[:, 0]))
+        own = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys.samples[:, 0], step)
+        state, reward, _, _ = chance(game, keys.groups, step, state, choose(own, state))
         return step + 1, state, returns + reward, lengths + alive
 
     def unfinished(carry: Any) -> Bool[Array, ""]:
@@ -179,7 +195,7 @@ def _play_random(game: TextGame, key: PRNGKeyArray, episodes: int) -> tuple[Arra
 
     nothing = jnp.zeros(episodes)
     _, state, returns, lengths = while_any(
-        unfinished, advance, (jnp.int32(0), state, nothing, nothing.astype(jnp.int32))
+        unfinished, advance, (jnp.int32(0), start(game, keys.groups), nothing, nothing.astype(jnp.int32))
     )
     return returns, jax.vmap(lambda s: game.won(s, game.params))(state), lengths, nothing
 

@@ -93,6 +93,7 @@ class LanguageAgentPolicy:
         observation_length: Int[Array, " rows"],
         keys: Key[Array, " rows"],
         sampling: Sampling,
+        playing: Bool[Array, " rows"] | None = None,
     ) -> Reply:
         """Samples a reply to each observation.
 
@@ -106,6 +107,7 @@ class LanguageAgentPolicy:
             observation_length: tokens of each observation, in [1, tokens].
             keys: one a row; token j uses the key folded with j.
             sampling: temperature and nucleus.
+            playing: rows whose reply is wanted; nobody waits for the others, whose replies are cut short.
         """
         model = self.model(params)
         layers = model.decode_params()
@@ -118,7 +120,10 @@ class LanguageAgentPolicy:
         hidden, cache = model.decode(
             block, _positions(valid, prefix), valid, prefix, model.init_cache(rows, slots), layers
         )
-        writing = self._choose(model, self._blank(rows), hidden[:, -1], keys, sampling)
+        blank = self._blank(rows)
+        if playing is not None:
+            blank = blank._replace(done=~playing)
+        writing = self._choose(model, blank, hidden[:, -1], keys, sampling)
         if last - first <= 1:  # a second choice is impossible, whatever the first
             return writing.reply
 

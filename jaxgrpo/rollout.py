@@ -200,7 +200,7 @@ def _reply_in_parts(
     """
     episodes = alive.shape[0]
     if rows >= episodes:
-        reply = policy.respond(params, prefix, observation, observation_length, keys, sampling)
+        reply = policy.respond(params, prefix, observation, observation_length, keys, sampling, alive)
         return _blank_where(~alive, reply)
     order = jnp.argsort(~alive, stable=True)
     order = jnp.pad(order, (0, -episodes % rows), constant_values=episodes)
@@ -210,8 +210,11 @@ def _reply_in_parts(
         index = jax.lax.dynamic_slice_in_dim(order, i * rows, rows)
         # Clipped and later dropped: what is beyond the living is played with somebody's observation, for nothing.
         source = jnp.minimum(index, episodes - 1)
-        reply = policy.respond(params, prefix, observation[source], observation_length[source], keys[source], sampling)
-        target = jnp.where(i * rows + jnp.arange(rows) < living, index, episodes)
+        wanted = i * rows + jnp.arange(rows) < living
+        reply = policy.respond(
+            params, prefix, observation[source], observation_length[source], keys[source], sampling, wanted
+        )
+        target = jnp.where(wanted, index, episodes)
         return jax.tree.map(lambda all_rows, some: all_rows.at[target].set(some, mode="drop"), replies, reply)
 
     return for_count((living + rows - 1) // rows, part, _no_replies(episodes, policy.reply_limit))

@@ -274,11 +274,14 @@ def test_eval_of_a_run(trained, tmp_path, capsys):
     scenarios = json.loads(path.read_text())["scenarios"]
     assert list(scenarios) == ["frozen-lake", "frozen-lake-slippery"]
     for name, players in scenarios.items():
-        assert list(players) == ["model", "random"]
+        assert list(players) == ["model", "random", "optimal"]
         for found in players.values():
             assert {"return_mean", "return_std", "return_ci95", "success_rate", "episodes"} <= found.keys()
             assert found["episodes"] == 16
             assert re.search(rf"{name} +\w+ +{found['success_rate']:.3f} ", table)
+        assert players["model"]["optimum_share"] == pytest.approx(
+            players["model"]["return_mean"] / players["optimal"]["return_mean"]
+        )
     # The same held-out games as in training's last evaluation.
     last = read_rows(trained / "evaluations.jsonl")[-1]
     assert scenarios["frozen-lake"]["model"]["success_rate"] == last["success_rate"]

@@ -162,6 +162,20 @@ def test_replies_that_never_close_end_at_the_limit_and_eos_ends_them_early(param
     np.testing.assert_array_equal(ended.ids[0, length:], 0)
 
 
+def test_nobody_waits_for_rows_that_do_not_play(params: Any, observation: Any):
+    player = policy(constrain=False)
+    playing = jnp.arange(ROWS) % 3 == 0
+
+    @jax.jit
+    def run(params: Any, ids: Any, length: Any) -> Reply:
+        return player.respond(params, player.prefix(params), ids, length, KEYS, sampling(), playing)
+
+    some, everyone = run(params, *observation), respond(player, params, observation, sampling())
+    np.testing.assert_array_equal(some.length[~playing], 0)
+    np.testing.assert_array_equal(some.ids[playing], everyone.ids[playing])
+    np.testing.assert_allclose(some.log_prob[playing], everyone.log_prob[playing], atol=1e-5)
+
+
 def test_ids_beyond_the_tokenizer_are_never_sampled(params: Any, observation: Any):
     player = policy(constrain=False, vocab_size=40, eos_ids=())
     reply = respond(player, params, observation, sampling(5.0))

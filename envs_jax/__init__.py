@@ -2,6 +2,7 @@
 
 from envs_jax.environment import AutoReset, Environment, EnvironmentOptionError, EnvironmentState
 from envs_jax.frozen_lake import FrozenLake, FrozenLakeParams, FrozenLakeState
+from envs_jax.snake import Snake, SnakeParams, SnakeState
 
 __all__ = [
     "AutoReset",
@@ -11,4 +12,7 @@ __all__ = [
     "FrozenLake",
     "FrozenLakeParams",
     "FrozenLakeState",
+    "Snake",
+    "SnakeParams",
+    "SnakeState",
 ]

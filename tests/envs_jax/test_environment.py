@@ -172,7 +172,8 @@ def test_a_game_of_no_steps_is_refused(environment):
 
 
 def test_gymnax_wrappers_take_it(environment):
-    wrappers = pytest.importorskip("gymnax.wrappers.purerl", reason="gymnax is not among the test requirements")
+    from gymnax.wrappers import purerl as wrappers
+
     logged = wrappers.LogWrapper(wrappers.FlattenObservationWrapper(AutoReset(environment)))
     observation, state = logged.reset(jax.random.key(0))
     assert observation.shape == (np.prod(environment.observation_shape),)

@@ -241,7 +241,7 @@ def _overview() -> str:
     return (
         "usage: jaxgrpo COMMAND [OPTIONS]\n\nReinforcement learning of language agents, compiled whole.\n\n"
         f"commands:\n{commands}\n\n"
-        "Options of a command: jaxgrpo COMMAND --help. A first run, three minutes on two cores: jaxgrpo train\n\n"
+        "Options of a command: jaxgrpo COMMAND --help. A first run, about a minute on two cores: jaxgrpo train\n\n"
         f"{_exit_codes()}"
     )
 

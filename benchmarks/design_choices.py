@@ -83,6 +83,18 @@ def play_in_parts(options: dict[str, Any], rounds: int) -> None:
     compare("512 episodes played 128 rows at a time", lambda: ours(state, hp), lambda: without(state, hp), rounds)
 
 
+def small_micro_batches(options: dict[str, Any], rounds: int) -> None:
+    small, large = (build(resolve({**options, "train_fraction": 1.0, "micro_batch": size})) for size in (64, 1024))
+    state, episodes = played(small)
+    ours, without = (jax.jit(e.train_step.update) for e in (small, large))
+    compare(
+        "learning from 512 episodes, 64 rows at a time (or 1,024)",
+        lambda: ours(state, episodes, None, small.hyperparameters),
+        lambda: without(state, episodes, None, small.hyperparameters),
+        rounds,
+    )
+
+
 def allowed_logits(options: dict[str, Any], rounds: int) -> None:
     experiment = build(resolve(options))
     state, hp = experiment.init(), experiment.hyperparameters
@@ -109,6 +121,7 @@ def main() -> None:
     shared_prefix(options, given.rounds)
     if given.model == "tiny":
         play_in_parts(options, given.rounds)
+        small_micro_batches(options, given.rounds)
         allowed_logits(options, given.rounds)
 
 

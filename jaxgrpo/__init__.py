@@ -1,10 +1,7 @@
 """Reinforcement learning of language agents in JAX: games, sampling, loss and optimiser in one compiled step.
 
     >>> import jaxgrpo
-    >>> config = jaxgrpo.TrainConfig(
-    ...     play=jaxgrpo.PlayConfig(groups=8, group_size=4),
-    ...     optimizer=jaxgrpo.OptimizerConfig(learning_rate=1e-3),
-    ... )
+    >>> config = jaxgrpo.resolve({"groups": 8, "group_size": 4, "learning_rate": 1e-3})
     >>> experiment = jaxgrpo.make_train_step(config)
     >>> state = experiment.init()
     >>> for _ in range(2):
@@ -12,7 +9,8 @@
     >>> int(state.iteration), 0 <= float(metrics["success_rate"]) <= 1
     (2, True)
 
-`step` is one `jax.jit`; the state it is given is donated. `train(config)` is the whole run with its folder, checkpoints
+`resolve` makes the configuration that `jaxgrpo train` would use with these options: a preset and what is given in its
+place. `step` is one `jax.jit`; the state it is given is donated. `train(config)` is the whole run with its folder, checkpoints
 and evaluation, as the command `jaxgrpo train` does it, and `evaluate` plays named scenarios with a run or a model.
 """
 
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxgrpo.build import build as make_train_step
-    from jaxgrpo.config import LearnConfig, OptimizerConfig, PlayConfig, RunConfig, TrainConfig
+    from jaxgrpo.config import LearnConfig, OptimizerConfig, PlayConfig, RunConfig, TrainConfig, resolve
     from jaxgrpo.evaluation import evaluate_scenarios as evaluate
     from jaxgrpo.trainer import Run, train
 
@@ -34,6 +32,7 @@ __all__ = [
     "TrainConfig",
     "evaluate",
     "make_train_step",
+    "resolve",
     "train",
 ]
 
@@ -47,6 +46,7 @@ _HOMES = {
     "TrainConfig": ("config", "TrainConfig"),
     "evaluate": ("evaluation", "evaluate_scenarios"),
     "make_train_step": ("build", "build"),
+    "resolve": ("config", "resolve"),
     "train": ("trainer", "train"),
 }
 

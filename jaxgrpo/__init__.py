@@ -10,8 +10,9 @@
     (2, True)
 
 `resolve` makes the configuration that `jaxgrpo train` would use with these options: a preset and what is given in its
-place. `step` is one `jax.jit`; the state it is given is donated. `train(config)` is the whole run with its folder, checkpoints
-and evaluation, as the command `jaxgrpo train` does it, and `evaluate` plays named scenarios with a run or a model.
+place. `step` is one `jax.jit`; the state it is given is donated. `train(config)` is the whole run with its folder,
+checkpoints and evaluation, as the command `jaxgrpo train` does it, and `evaluate` plays named scenarios with a run or a
+model.
 """
 
 import importlib

@@ -36,7 +36,11 @@ def eval_command(options: EvalOptions) -> int:
         seed=options.seed,
     )
     console = Console(highlight=False)
-    console.print(_table(results["scenarios"], options))
+    for name, players in results["scenarios"].items():
+        console.print(_table(name, players))
+    console.print(
+        f"{options.episodes} episodes each, temperature {options.temperature:g}; ± is a 95 % interval", markup=False
+    )
     if options.json is not None:
         try:
             Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
@@ -46,25 +50,21 @@ def eval_command(options: EvalOptions) -> int:
     return Exit.DONE
 
 
-def _table(scenarios: Mapping[str, Mapping[str, Mapping[str, Any]]], options: EvalOptions) -> Table:
-    caption = f"{options.episodes} episodes each, temperature {options.temperature:g}; ± is a 95 % interval"
-    table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
-    table.add_column("scenario", no_wrap=True)
-    table.add_column("player", no_wrap=True)
+def _table(scenario: str, players: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=scenario, title_justify="left", title_style="bold")
+    table.add_column("player", no_wrap=True, min_width=12)
     for title in ("success", "return", "of optimum", "steps", "unreadable"):
         table.add_column(title, justify="right", no_wrap=True)
-    for name, players in scenarios.items():
-        for player, found in players.items():
-            half = found["return_ci95"][1] - found["return_mean"]
-            table.add_row(
-                name,
-                player,
-                f"{found['success_rate']:.3f}",
-                f"{found['return_mean']:.3f} ± {half:.3f}",
-                f"{found['optimum_share']:.0%}" if "optimum_share" in found else "",
-                f"{found['episode_length']:.1f}",
-                f"{found['unreadable_rate']:.1%}" if player == "model" else "",
-            )
+    for player, found in players.items():
+        half = found["return_ci95"][1] - found["return_mean"]
+        table.add_row(
+            player,
+            f"{found['success_rate']:.3f}",
+            f"{found['return_mean']:.3f} ± {half:.3f}",
+            f"{found['optimum_share']:.0%}" if "optimum_share" in found else "",
+            f"{found['episode_length']:.1f}",
+            f"{found['unreadable_rate']:.1%}" if player == "model" else "",
+        )
     return table
 
 

@@ -270,15 +270,15 @@ def test_eval_of_a_run(trained, tmp_path, capsys):
     path = tmp_path / "results.json"
     words = ["--scenario", "frozen-lake", "frozen-lake-slippery", "--episodes", "16", "--json", str(path)]
     assert main(["eval", "--run", str(trained), *words]) == Exit.DONE
-    table = capsys.readouterr().out
+    tables = capsys.readouterr().out.split("frozen-lake-slippery")
     scenarios = json.loads(path.read_text())["scenarios"]
     assert list(scenarios) == ["frozen-lake", "frozen-lake-slippery"]
-    for name, players in scenarios.items():
+    for table, players in zip(tables, scenarios.values(), strict=True):
         assert list(players) == ["model", "random", "optimal"]
-        for found in players.values():
+        for player, found in players.items():
             assert {"return_mean", "return_std", "return_ci95", "success_rate", "episodes"} <= found.keys()
             assert found["episodes"] == 16
-            assert re.search(rf"{name} +\w+ +{found['success_rate']:.3f} ", table)
+            assert re.search(rf" {player} +{found['success_rate']:.3f} ", table)
         assert players["model"]["optimum_share"] == pytest.approx(
             players["model"]["return_mean"] / players["optimal"]["return_mean"]
         )

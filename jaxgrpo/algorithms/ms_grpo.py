@@ -16,7 +16,7 @@ Relatives that differ in who is credited with what override `MSGRPO.advantages` 
 """
 
 import dataclasses
-from typing import Literal, Self
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ class MSGRPO:
     switches: Switches
 
     @classmethod
-    def from_config(cls, config: TrainConfig) -> Self:
+    def from_config(cls, config: TrainConfig) -> "MSGRPO":
         """The algorithm a configuration asks for."""
         return cls(
             train_episodes=config.trained,

@@ -74,7 +74,7 @@ def advantages(kind: type[MSGRPO], episodes: Episodes, **options: Any) -> np.nda
     return np.asarray(jax.jit(algorithm.advantages)(episodes, hp))
 
 
-def compare(values: list[float], normalise: str) -> np.ndarray:
+def compare(values: list[Any], normalise: str) -> np.ndarray:
     """Each value against all of them, in plain numpy and double precision."""
     x = np.array(values, np.float64)
     difference = x - x.mean()
@@ -128,11 +128,11 @@ def test_step_grpo_by_hand():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_advantages_are_those_of_slow_versions(normalise: str, seed: int):
     episodes = random_games(seed=seed)
-    options = {"normalise": normalise, "step_discount": 0.9, "step_weight": 0.5}
+    options = {"normalise": normalise, "step_discount": 0.87, "step_weight": 0.5}
     alive, states = np.asarray(episodes.alive), np.asarray(episodes.anchor)
     of_episode = np.stack([compare(group, normalise) for group in np.asarray(episodes.returns).tolist()])[..., None]
-    in_state = slow(episodes, 0.9, normalise, lambda g, n, t: (g, *states[g, n, t]))
-    at_step = slow(episodes, 0.9, normalise, lambda g, _, t: (g, t))
+    in_state = slow(episodes, 0.87, normalise, lambda g, n, t: (g, *states[g, n, t]))
+    at_step = slow(episodes, 0.87, normalise, lambda g, _, t: (g, t))
     assert np.count_nonzero(in_state) > 20
     for kind, expected in ((MSGRPO, of_episode), (GiGPO, of_episode + 0.5 * in_state), (StepGRPO, at_step)):
         found = np.where(alive, advantages(kind, episodes, **options), 0)
@@ -211,14 +211,13 @@ def test_the_groups_kept_are_those_that_spread_most():
 
 
 FILTERS = [
-    {"group_filter": 0.5, "aggregate": "token"},
-    {"drop_equal_groups": True, "aggregate": "sequence"},
-    {"group_filter": 0.75, "drop_equal_groups": True, "aggregate": "episode"},
+    (MSGRPO, {"group_filter": 0.75, "drop_equal_groups": True, "aggregate": "episode"}),
+    (GiGPO, {"drop_equal_groups": True, "aggregate": "sequence"}),
+    (StepGRPO, {"group_filter": 0.5, "aggregate": "token"}),
 ]
 
 
-@pytest.mark.parametrize("options", FILTERS)
-@pytest.mark.parametrize("kind", FAMILY)
+@pytest.mark.parametrize(("kind", "options"), FILTERS)
 def test_groups_left_out_are_absent_from_numerator_and_denominator(kind: type[MSGRPO], options: dict[str, Any]):
     """What is trained is what would be if only the groups kept had been played; the entropy term visits all steps."""
     episodes = random_games(groups=4, seed=3)
@@ -231,7 +230,7 @@ def test_groups_left_out_are_absent_from_numerator_and_denominator(kind: type[MS
     alone, weight_alone, weighted_alone = by_episode(_targets(kind, rest, **shared), rest)
     numbers = [5 * group + sample for group in kept for sample in range(5)]
     assert found.denominator == alone.denominator
-    assert weight.sum() == pytest.approx(weight[numbers].sum()) > 0
+    assert weight.sum() == pytest.approx(weight[numbers].sum()) != 0
     np.testing.assert_allclose(weight[numbers], weight_alone)
     np.testing.assert_allclose(weighted[numbers], weighted_alone, atol=1e-6)
     assert found.metrics["kept_groups"] == len(kept)

@@ -263,19 +263,20 @@ def test_corrected_draws_estimate_all_episodes_of_the_groups_kept(kind: type[MSG
     """The policy term, mean over tokens of A, drawn by half the episodes 4,000 times."""
     episodes = random_games(groups=4, seed=3)
     options = {"group_filter": 0.5, "importance": "correct"}
-    everything = by_episode(_targets(kind, episodes, group_filter=0.5), episodes)[2]
+    whole, _, everything = by_episode(_targets(kind, episodes, group_filter=0.5), episodes)
     algorithm, hp = configured(kind, 4, 5, **options, train_fraction=0.5)
 
     @jax.jit
     @functools.partial(jax.vmap, in_axes=(0, None))
     def estimate(key: Any, weight: Any) -> Any:
         targets = algorithm.targets(key, episodes, hp)
-        return jnp.sum(jnp.where(targets.visit, targets.weight * targets.target * weight[targets.chosen], 0.0))
+        terms = jnp.where(targets.visit, targets.weight * targets.target * weight[targets.chosen], 0.0)
+        return jnp.sum(terms) / targets.denominator
 
     # A weighting of its own for each step: without it the sum of all advantages would be near 0 anyway.
     weighting = np.random.default_rng(0).random(episodes.token_counts.shape)
     found = np.asarray(estimate(jax.random.split(jax.random.key(2), 4000), jnp.asarray(weighting, jnp.float32)))
-    expected = np.sum(everything * weighting)
+    expected = np.sum(everything * weighting) / whole.denominator
     assert abs(found.mean() - expected) < 4 * found.std() / np.sqrt(len(found))
 
 

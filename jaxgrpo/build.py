@@ -12,7 +12,9 @@ from flax import nnx
 from envs_jax.games import TokenizedGame, make_game, tokenize_game
 from envs_jax.text.tokenizer import TextTokenizer
 from jaxgrpo.algorithms.algorithm import Algorithm
+from jaxgrpo.algorithms.gigpo import GiGPO
 from jaxgrpo.algorithms.ms_grpo import MSGRPO
+from jaxgrpo.algorithms.step_grpo import StepGRPO
 from jaxgrpo.config import ConfigError, HyperParameters, Switches, TrainConfig
 from jaxgrpo.evaluation import Outcome, play_policy
 from jaxgrpo.model import weights
@@ -155,7 +157,7 @@ def restore_params(folder: Path) -> tuple[TrainConfig, Any]:
 
 
 def _algorithm(config: TrainConfig) -> Algorithm:
-    return {"ms-grpo": MSGRPO.from_config}[config.algorithm](config)
+    return {"ms-grpo": MSGRPO, "gigpo": GiGPO, "step-grpo": StepGRPO}[config.algorithm].from_config(config)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

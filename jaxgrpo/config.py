@@ -62,12 +62,24 @@ class LearnConfig:
     """Exponent of |advantage| in the draw of episodes; 0 is uniform."""
     importance: Literal["none", "correct"] = "none"
     """Weights on drawn episodes: "correct" makes the policy-gradient term an unbiased estimate over all episodes."""
+    step_weight: float = 1.0
+    """Weight of gigpo's step advantage beside the episode's; 0 leaves the episode's alone."""
+    step_discount: float = 0.95
+    """Discount a step of the rewards to go that gigpo and step-grpo compare; 1 is none."""
+    group_filter: float = 1.0
+    """Share of the groups that is trained on, those whose returns spread most; 1 is all."""
+    drop_equal_groups: bool = False
+    """Leave groups whose returns are all equal out of the loss, its mean included."""
     clip_low: float = 0.2
     """The ratio is clipped below 1 - clip_low."""
     clip_high: float = 0.2
     """The ratio is clipped above 1 + clip_high."""
     dual_clip: float = 0.0
     """Bound on ratio times advantage for negative advantages (3 is usual); 0 is off."""
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    """What the ratio compares with: probabilities kept in play, or "recompute" (with the parameters of play)."""
+    tis_cap: float = 0.0
+    """Cap on the importance weight recomputed / kept probability of a token (2 is usual); 0 is no weight."""
     kl_beta: float = 0.0
     """Weight of the KL divergence to the starting model (k3 estimate per token)."""
     entropy_bonus: float = 0.0
@@ -138,8 +150,8 @@ class TrainConfig:
 
     game: str = "frozen-lake"
     """Game or scenario."""
-    algorithm: Literal["ms-grpo"] = "ms-grpo"
-    """Learning algorithm."""
+    algorithm: Literal["ms-grpo", "gigpo", "step-grpo"] = "ms-grpo"
+    """Learning algorithm: one advantage an episode, "gigpo" (and one a step, among equal states) or "step-grpo"."""
     model: str = "tiny"
     """"tiny", "smollm2-135m", a folder of Hugging Face files, a .gguf file, or a hub name."""
     preset: str | None = None
@@ -170,6 +182,15 @@ class TrainConfig:
             raise ConfigError("--adam-b1 and --adam-b2 must be below 1.")
         if not 0 < values["train_fraction"] <= 1:
             raise ConfigError(f"--train-fraction {values['train_fraction']}: must be above 0 and at most 1 (1 is all).")
+        if not 0 < values["group_filter"] <= 1:
+            raise ConfigError(f"--group-filter {values['group_filter']}: must be above 0 and at most 1 (1 is all).")
+        if not values["step_discount"] <= 1:
+            raise ConfigError(f"--step-discount {values['step_discount']}: must be at most 1 (1 is no discount).")
+        if values["tis_cap"] > 0 and values["old_logprobs"] != "recompute":
+            raise ConfigError(
+                f"--tis-cap {values['tis_cap']}: weighs recomputed against kept probabilities; "
+                "give --old-logprobs recompute as well, or --tis-cap 0."
+            )
         if values["minibatches"] > self.trained:
             raise ConfigError(
                 f"--minibatches {values['minibatches']}: more than the {self.trained} episodes trained on; give fewer."
@@ -181,9 +202,14 @@ class TrainConfig:
         return self.play.groups * self.play.group_size
 
     @property
+    def kept_groups(self) -> int:
+        """Groups in an iteration that the group filter keeps."""
+        return max(1, round(self.learn.group_filter * self.play.groups))
+
+    @property
     def trained(self) -> int:
-        """Episodes trained on in an iteration."""
-        return max(1, round(self.learn.train_fraction * self.episodes))
+        """Episodes trained on in an iteration: a share of those in the groups that are kept."""
+        return max(1, round(self.learn.train_fraction * self.kept_groups * self.play.group_size))
 
 
 _POSITIVE = [
@@ -206,9 +232,12 @@ _NON_NEGATIVE = [
     "unreadable_penalty",
     "rollout_rows",
     "alpha",
+    "step_weight",
+    "step_discount",
     "clip_low",
     "clip_high",
     "dual_clip",
+    "tis_cap",
     "kl_beta",
     "entropy_bonus",
     "learning_rate",
@@ -457,9 +486,12 @@ class HyperParameters:
     top_p: Float[Array, ""]
     unreadable_penalty: Float[Array, ""]
     alpha: Float[Array, ""]
+    step_weight: Float[Array, ""]
+    step_discount: Float[Array, ""]
     clip_low: Float[Array, ""]
     clip_high: Float[Array, ""]
     dual_clip: Float[Array, ""]
+    tis_cap: Float[Array, ""]
     kl_beta: Float[Array, ""]
     entropy_bonus: Float[Array, ""]
 
@@ -477,6 +509,7 @@ class Switches:
     kl: bool
     entropy: bool
     dual_clip: bool
+    tis: bool
     gradient_clip: bool
     top_p: bool
 
@@ -487,6 +520,7 @@ class Switches:
             kl=config.learn.kl_beta > 0,
             entropy=config.learn.entropy_bonus > 0,
             dual_clip=config.learn.dual_clip > 0,
+            tis=config.learn.tis_cap > 0,
             gradient_clip=config.optimizer.gradient_clip > 0,
             top_p=config.play.top_p < 1,
         )

@@ -48,6 +48,9 @@ class Episodes(NamedTuple):
     """The step was played: the game was not over before it."""
     success: Bool[Array, "groups samples"]
     """The game was won, as the game itself defines it."""
+    anchor: Int[Array, "groups samples steps words"] | None = None
+    """State of the game before each step (`state_words`): equal words are equal states, whatever the time. None where
+    the algorithm does not ask for it."""
 
     @property
     def returns(self) -> Float[Array, "groups samples"]:
@@ -78,6 +81,8 @@ class Rows(NamedTuple):
     """Weight of each token of the row in the loss; 0 in the padding behind the last row."""
     target: PyTree[Array]
     """What the algorithm's loss compares the row with; leading axis `rows`."""
+    rollout_log_prob: Float[Array, "rows limit"] | None = None
+    """Log-probabilities as they were when sampled, where `old_log_prob` was recomputed since; None where it was not."""
 
     def take(self, index: Int[Array, " some"], present: Bool[Array, " some"]) -> "Rows":
         """The rows at `index`, with no weight where not `present`."""

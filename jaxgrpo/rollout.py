@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 
 from envs_jax.games import TextGame, TokenizedGame
+from jaxgrpo.anchors import state_words
 from jaxgrpo.episodes import Episodes, Reply
 from jaxgrpo.loops import for_count, while_any
 from jaxgrpo.model.cache import Prefix
@@ -74,6 +75,7 @@ class _Play(NamedTuple):
     terminated: Bool[Array, "steps episodes"]
     truncated: Bool[Array, "steps episodes"]
     was_alive: Bool[Array, "steps episodes"]
+    anchor: Int[Array, "steps episodes words"] | None
 
 
 def play(
@@ -89,6 +91,7 @@ def play(
     penalty: Float[Array, ""],
     share_chance: bool = True,
     rows: int = 0,
+    record_anchor: bool = False,
 ) -> Episodes:
     """Plays `groups` start states `samples` times each, until every game is over.
 
@@ -106,6 +109,7 @@ def play(
         penalty: taken off the reward where a reply could not be read.
         share_chance: whether the samples of a group also share the game's randomness at every step.
         rows: rows given to the model at once; 0 is all. When it is fewer, episodes that are over cost nothing.
+        record_anchor: whether to record the game's state before each step.
     """
     limit = game.game.environment.max_steps
     episodes = groups * samples
@@ -114,7 +118,7 @@ def play(
     def per_sample(x: Array) -> Array:
         return jnp.repeat(x, samples, axis=0)
 
-    observe = jax.vmap(game.observation)
+    observe, words = jax.vmap(game.observation), jax.vmap(state_words)
     state = jax.tree.map(per_sample, start(game.game, keys.groups))
     own_keys = keys.samples.reshape(episodes)
     chance_keys = per_sample(keys.groups) if share_chance else own_keys
@@ -135,6 +139,7 @@ def play(
         terminated=buffer(flags),
         truncated=buffer(flags),
         was_alive=buffer(flags),
+        anchor=buffer(words(state)) if record_anchor else None,
     )
 
     def advance(now: _Play) -> _Play:
@@ -164,6 +169,7 @@ def play(
             terminated=now.terminated.at[t].set(now.alive & terminated),
             truncated=now.truncated.at[t].set(now.alive & truncated),
             was_alive=now.was_alive.at[t].set(now.alive),
+            anchor=None if now.anchor is None else now.anchor.at[t].set(words(now.state)),
         )
 
     end = while_any(lambda now: jnp.any(now.alive) & (now.step < limit), advance, begin)
@@ -180,6 +186,7 @@ def play(
         truncated=by_group(end.truncated),
         alive=by_group(end.was_alive),
         success=jax.vmap(lambda s: game.game.won(s, game.game.params))(end.state).reshape(groups, samples),
+        anchor=None if end.anchor is None else by_group(end.anchor),
     )
 
 

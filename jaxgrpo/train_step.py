@@ -93,6 +93,7 @@ class TrainStep:
             penalty=hp.unreadable_penalty,
             share_chance=options.group_randomness == "all",
             rows=options.rollout_rows,
+            record_anchor=self.algorithm.uses_anchor,
         )
 
     def update(
@@ -101,7 +102,10 @@ class TrainStep:
         """Learns from episodes: `passes` times over their rows, in `minibatches` optimiser steps each."""
         targets = self.algorithm.targets(_key(state, _CHOOSE), episodes, hp)
         rows, count = build_rows(episodes, targets.chosen, targets.visit, targets.weight, targets.target)
-        reference_log_prob = self._reference_log_prob(reference, rows, count, hp)
+        if self.config.learn.old_logprobs == "recompute":
+            recomputed = self._log_prob(state.params, rows, count, hp)
+            rows = rows._replace(old_log_prob=recomputed, rollout_log_prob=rows.old_log_prob)
+        reference_log_prob = self._log_prob(reference, rows, count, hp) if self.algorithm.uses_reference else None
         minibatches = self.config.learn.minibatches
         shuffle = _key(state, _SHUFFLE)
 
@@ -148,19 +152,17 @@ class TrainStep:
 
         return (last - first + size - 1) // size, at
 
-    def _reference_log_prob(
-        self, reference: Any, rows: Rows, count: Int[Array, ""], hp: HyperParameters
-    ) -> Float[Array, "rows limit"] | None:
-        """Log-probabilities under the frozen model, once an iteration, for the rows that are visited."""
-        if not self.algorithm.uses_reference:
-            return None
-        prefix = self.policy.prefix(reference)
+    def _log_prob(
+        self, params: Any, rows: Rows, count: Int[Array, ""], hp: HyperParameters
+    ) -> Float[Array, "rows limit"]:
+        """Log-probabilities under fixed parameters, without gradient, for the rows that are visited; 0 elsewhere."""
+        prefix = self.policy.prefix(params)
         parts, at = self._micro_batches(jnp.arange(rows.weight.shape[0]), 0, count)
 
         def body(i: Array, found: Array) -> Array:
             index, present = at(i)
             batch = rows.take(index, present)
-            log_prob = self._statistics(reference, prefix, batch, hp).log_prob
+            log_prob = jnp.where(batch.sampled, self._statistics(params, prefix, batch, hp).log_prob, 0.0)
             return found.at[jnp.where(present, index, found.shape[0])].set(log_prob, mode="drop")
 
         return for_count(parts, body, jnp.zeros_like(rows.old_log_prob))
@@ -189,8 +191,8 @@ class TrainStep:
 
         def loss(params: Any, prefix: Prefix, batch: Rows, reference: Any) -> tuple[Array, _Report]:
             statistics = self._statistics(params, prefix, batch, hp)
-            per_row = jax.vmap(self.algorithm.loss, in_axes=(0, 0, 0, 0, 0, None))(
-                statistics, batch.sampled, batch.old_log_prob, reference, batch.target, hp
+            per_row = jax.vmap(self.algorithm.loss, in_axes=(0, 0, 0, 0, 0, 0, None))(
+                statistics, batch.sampled, batch.old_log_prob, batch.rollout_log_prob, reference, batch.target, hp
             )
             present = batch.weight > 0
             total = jnp.sum(jnp.where(present, per_row.total * batch.weight, 0.0)) / denominator

@@ -47,6 +47,11 @@ class Algorithm(Protocol):
         """Whether the loss needs the log-probabilities of the frozen starting model."""
         ...
 
+    @property
+    def uses_anchor(self) -> bool:
+        """Whether the targets need the game's states, `Episodes.anchor`."""
+        ...
+
     def targets(self, key: PRNGKeyArray, episodes: Episodes, hp: HyperParameters) -> Targets:
         """What to train on."""
         ...
@@ -56,9 +61,14 @@ class Algorithm(Protocol):
         statistics: TokenStatistics,
         sampled: Bool[Array, " limit"],
         old_log_prob: Float[Array, " limit"],
+        rollout_log_prob: Float[Array, " limit"] | None,
         reference_log_prob: Float[Array, " limit"] | None,
         target: PyTree[Array],
         hp: HyperParameters,
     ) -> RowLoss:
-        """The loss of ONE row; the train step vmaps it."""
+        """The loss of ONE row; the train step vmaps it.
+
+        `old_log_prob` is what the ratio compares with, under the parameters that played. Where it was recomputed,
+        `rollout_log_prob` is what play recorded; else that is None.
+        """
         ...

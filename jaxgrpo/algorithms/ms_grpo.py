@@ -11,6 +11,8 @@ and every token of every step of episode i is credited with A_i in
 
 where rho is the ratio of the token's probability to the one it was sampled with. Of the episodes played, those with a
 large |A_i| are trained on (absolute-advantage-weighted sampling, see `episode_sampling`).
+
+Relatives that differ in who is credited with what override `MSGRPO.advantages` and share everything else.
 """
 
 import dataclasses
@@ -23,7 +25,8 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from jaxgrpo.algorithms.advantages import group_advantages
 from jaxgrpo.algorithms.algorithm import RowLoss, Targets
 from jaxgrpo.algorithms.episode_sampling import sample_episodes
-from jaxgrpo.algorithms.objectives import clipped_surrogate, kl_k3, row_weights
+from jaxgrpo.algorithms.group_filter import groups_to_keep
+from jaxgrpo.algorithms.objectives import clipped_surrogate, kl_k3, row_weights, truncated_weight
 from jaxgrpo.config import HyperParameters, Switches, TrainConfig
 from jaxgrpo.episodes import Episodes
 from jaxgrpo.token_statistics import TokenStatistics
@@ -31,10 +34,12 @@ from jaxgrpo.token_statistics import TokenStatistics
 
 @dataclasses.dataclass(frozen=True)
 class MSGRPO:
-    """MS-GRPO and what follows from its options: RLOO and Dr. GRPO advantages, DAPO's bounds, uniform sampling.
+    """MS-GRPO and what follows from its options: RLOO and Dr. GRPO advantages, DAPO, StarPO-S, uniform sampling.
 
     Attributes:
         train_episodes: episodes trained on an iteration.
+        kept_groups: groups trained on an iteration, see `groups_to_keep`.
+        drop_equal_groups: see `groups_to_keep`.
         normalise: see `group_advantages`.
         importance: see `sample_episodes`.
         aggregate: see `row_weights`.
@@ -43,6 +48,8 @@ class MSGRPO:
     """
 
     train_episodes: int
+    kept_groups: int
+    drop_equal_groups: bool
     normalise: Literal["std", "mean", "leave_one_out"]
     importance: Literal["none", "correct"]
     aggregate: Literal["token", "sequence", "episode", "constant"]
@@ -54,6 +61,8 @@ class MSGRPO:
         """The algorithm a configuration asks for."""
         return cls(
             train_episodes=config.trained,
+            kept_groups=config.kept_groups,
+            drop_equal_groups=config.learn.drop_equal_groups,
             normalise=config.learn.normalise,
             importance=config.learn.importance,
             aggregate=config.learn.aggregate,
@@ -66,25 +75,42 @@ class MSGRPO:
         """Whether there is a KL term."""
         return self.switches.kl
 
-    def targets(self, key: PRNGKeyArray, episodes: Episodes, hp: HyperParameters) -> Targets:
-        """Advantages of all episodes, then the draw of those to train on."""
+    @property
+    def uses_anchor(self) -> bool:
+        """Whether the advantages compare states of the game."""
+        return False
+
+    def advantages(self, episodes: Episodes, hp: HyperParameters) -> Float[Array, "groups samples steps"]:
+        """What the tokens of each step are credited with: here, at every step, how the episode compares."""
+        del hp
+        return jnp.broadcast_to(self._of_episodes(episodes)[..., None], episodes.alive.shape)
+
+    def _of_episodes(self, episodes: Episodes) -> Float[Array, "groups samples"]:
         returns = episodes.returns
-        advantage = group_advantages(returns, jnp.ones(returns.shape, bool), normalise=self.normalise).reshape(-1)
-        sample = sample_episodes(
-            key, advantage, jnp.ones(advantage.shape, bool), self.train_episodes, hp.alpha, importance=self.importance
-        )
+        return group_advantages(returns, jnp.ones(returns.shape, bool), normalise=self.normalise)
+
+    def targets(self, key: PRNGKeyArray, episodes: Episodes, hp: HyperParameters) -> Targets:
+        """Advantages of all steps, the groups that count, then the draw of the episodes to train on."""
+        advantage = self.advantages(episodes, hp)
+        magnitude = _mean_magnitude(advantage, episodes.alive).reshape(-1)
+        kept = groups_to_keep(episodes.returns, self.kept_groups, drop_equal=self.drop_equal_groups)
         counts = episodes.token_counts
+        mask = jnp.repeat(kept, episodes.returns.shape[1])
+        sample = sample_episodes(key, magnitude, mask, self.train_episodes, hp.alpha, importance=self.importance)
+        present = sample.weights > 0
         options = {"aggregate": self.aggregate, "reply_limit": self.reply_limit}
         if self.importance == "correct":
-            of_all = sample.dense_weights(advantage.shape[0])
-            weight, denominator = row_weights(counts, counts > 0, episode_weights=of_all, **options)
+            of_all = sample.dense_weights(magnitude.shape[0])
+            trained = (counts > 0) & mask[:, None]
+            weight, denominator = row_weights(counts, trained, episode_weights=of_all, **options)
             weight = weight[sample.indices]
         else:
             chosen = counts[sample.indices]
-            weight, denominator = row_weights(chosen, chosen > 0, **options)
-        target = jnp.broadcast_to(advantage[sample.indices][:, None], weight.shape)
-        # Without KL and entropy an episode of zero advantage has no gradient: it counts, and costs nothing.
+            weight, denominator = row_weights(chosen, (chosen > 0) & present[:, None], **options)
+        target = advantage.reshape(counts.shape)[sample.indices]
+        # Without KL and entropy a step of zero advantage has no gradient: it counts, and costs nothing.
         everything = self.switches.kl or self.switches.entropy
+        drawn = jnp.where(present, magnitude[sample.indices], 0.0)
         return Targets(
             chosen=sample.indices,
             visit=(weight > 0) & ((target != 0) | everything),
@@ -92,8 +118,9 @@ class MSGRPO:
             denominator=denominator,
             target=target,
             metrics={
-                "advantage_abs_mean": jnp.abs(advantage).mean(),
-                "trained_advantage_abs_mean": jnp.abs(advantage[sample.indices]).mean(),
+                "advantage_abs_mean": magnitude.mean(),
+                "trained_advantage_abs_mean": drawn.sum() / jnp.maximum(present.sum(), 1),
+                "kept_groups": kept.sum(dtype=jnp.float32),
             },
         )
 
@@ -102,6 +129,7 @@ class MSGRPO:
         statistics: TokenStatistics,
         sampled: Bool[Array, " limit"],
         old_log_prob: Float[Array, " limit"],
+        rollout_log_prob: Float[Array, " limit"] | None,
         reference_log_prob: Float[Array, " limit"] | None,
         target: Float[Array, ""],
         hp: HyperParameters,
@@ -120,8 +148,12 @@ class MSGRPO:
             hp.clip_high,
             hp.dual_clip if self.switches.dual_clip else None,
         )
+        if self.switches.tis and rollout_log_prob is not None:
+            objective = objective * truncated_weight(old_log_prob, rollout_log_prob, hp.tis_cap)
         total = -over_tokens(objective)
-        gap = jax.lax.stop_gradient(log_prob - old_log_prob)
+        log_ratio = jax.lax.stop_gradient(log_prob - old_log_prob)
+        # How far training's and play's arithmetic are apart; without recomputation, passes after the first move it too.
+        gap = log_ratio if rollout_log_prob is None else old_log_prob - rollout_log_prob
         sums = {
             "clip_fraction": over_tokens(clipped.astype(jnp.float32)),
             "entropy": over_tokens(jax.lax.stop_gradient(statistics.entropy)),
@@ -133,5 +165,18 @@ class MSGRPO:
             kl = over_tokens(kl_k3(log_prob, jnp.where(sampled, reference_log_prob, 0.0)))
             total = total + hp.kl_beta * kl
             sums["kl"] = jax.lax.stop_gradient(kl)
-        ratio_max = jnp.max(jnp.where(sampled, jnp.exp(jnp.minimum(gap, 80.0)), 0.0))
+        ratio_max = jnp.max(jnp.where(sampled, jnp.exp(jnp.minimum(log_ratio, 80.0)), 0.0))
         return RowLoss(total, sums, {"ratio_max": ratio_max})
+
+
+def _mean_magnitude(
+    advantage: Float[Array, "groups samples steps"], alive: Bool[Array, "groups samples steps"]
+) -> Float[Array, "groups samples"]:
+    """Mean of |A| over the steps an episode played.
+
+    The smallest is taken off first, so that the mean of equal magnitudes is exactly that magnitude.
+    """
+    magnitude = jnp.abs(advantage)
+    smallest = jnp.min(magnitude, axis=-1, where=alive, initial=jnp.inf, keepdims=True)
+    excess = jnp.sum(jnp.where(alive, magnitude - smallest, 0.0), axis=-1)
+    return smallest[..., 0] + excess / alive.sum(-1)

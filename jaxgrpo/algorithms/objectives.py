@@ -110,6 +110,31 @@ def kl_k3(log_prob: Float[Array, "*t"], reference_log_prob: Float[Array, "*t"]) 
     return jnp.expm1(bounded) + beyond - log_ratio
 
 
+def truncated_weight(
+    log_prob: Float[Array, "*t"], rollout_log_prob: Float[Array, "*t"], cap: Real[ArrayLike, ""]
+) -> Float[Array, "*t"]:
+    r"""Truncated importance weight of each token, for play and training that compute with different arithmetic.
+
+    $$w = \min\big(\exp(\log \pi_{old}(w) - \log \mu(w)), \; C\big)$$
+
+    with $\pi_{old}$ the policy that played as the training computation sees it, and $\mu$ as play itself saw it (Yao et
+    al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; truncation as in Ionides 2008).
+    It multiplies the policy term of the token. No gradient flows through it.
+
+    Args:
+      log_prob: recomputed log-probability of the sampled token; finite.
+      rollout_log_prob: the one recorded when it was sampled; finite.
+      cap: C, above 0; 1 never raises a weight.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(truncated_weight(jnp.log(jnp.array([0.25, 0.9])), jnp.log(jnp.array([0.5, 0.3])), 2.0))
+      [0.5 2. ]
+    """
+    log_ratio = _float32(log_prob) - _float32(rollout_log_prob)
+    return jax.lax.stop_gradient(jnp.exp(jnp.minimum(log_ratio, jnp.log(jnp.asarray(cap, log_ratio.dtype)))))
+
+
 def row_weights(
     token_counts: Int[Array, "episodes steps"],
     mask: Bool[Array, "episodes steps"],

@@ -64,6 +64,7 @@ def test_command_line_over_file_over_preset(tmp_path):
 def test_a_preset_alone_need_not_fit(tmp_path):
     assert resolve({"preset": "smollm2", "groups": 32, "train_fraction": 0.5}).trained == 128
     assert resolve({"groups": 1, "group_size": 2}).trained == 1
+    assert resolve({"groups": 8, "group_size": 4, "group_filter": 0.25, "train_fraction": 0.5}).trained == 4
     with pytest.raises(ConfigError, match=r"--train-fraction 1.5: must be above 0 and at most 1"):
         resolve({"train_fraction": 1.5})
 
@@ -94,6 +95,11 @@ def test_a_resumed_run_keeps_its_options():
         ({"constrain": 1}, r"--constrain 1: must be true or false\."),
         ({"out": 3}, r"--out 3: must be text or None\."),
         ({"normalise": "stdd"}, r"--normalise stdd: allowed are std, mean, leave_one_out\. Did you mean 'std'\?"),
+        ({"group_filter": 0}, r"--group-filter 0\.0: must be above 0 and at most 1 \(1 is all\)\."),
+        ({"step_discount": 1.5}, r"--step-discount 1\.5: must be at most 1 \(1 is no discount\)\."),
+        ({"step_weight": -1}, r"--step-weight -1\.0: must be 0 or more\."),
+        ({"tis_cap": 2}, r"--tis-cap 2\.0: .*; give --old-logprobs recompute as well, or --tis-cap 0\."),
+        ({"algorithm": "gipo"}, r"--algorithm gipo: allowed are ms-grpo, gigpo, step-grpo\. Did you mean 'gigpo'\?"),
         ({"minibatches": 999}, r"--minibatches 999: more than the 128 episodes trained on"),
     ],
 )
@@ -141,5 +147,5 @@ def test_numbers_and_switches():
     assert (hp.learning_rate, hp.kl_beta, hp.iterations) == (0.25, jnp.float32(0.1), 150)
     assert {leaf.dtype for leaf in vars(hp).values()} == {jnp.dtype("float32")}
     assert Switches.from_config(config) == Switches(
-        kl=True, entropy=False, dual_clip=False, gradient_clip=False, top_p=True
+        kl=True, entropy=False, dual_clip=False, tis=False, gradient_clip=False, top_p=True
     )

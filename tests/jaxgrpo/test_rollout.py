@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgrpo.anchors import state_words
 from jaxgrpo.episodes import Episodes
 from jaxgrpo.policy import Sampling
 from jaxgrpo.rollout import Keys, play
@@ -49,6 +50,8 @@ def replay(experiment: Any, played: Episodes, group: int, sample: int, seed: int
         assert bool(played.alive[at][step]), "the episode ended too early"
         np.testing.assert_array_equal(played.observation[at][step], ids)
         assert played.observation_length[at][step] == length
+        if played.anchor is not None:
+            np.testing.assert_array_equal(played.anchor[at][step], state_words(state))
         action, readable = int(played.reply.action[at][step]), bool(played.reply.readable[at][step])
         _, state, reward, terminated, truncated, _ = game.environment.step(
             fold(fold(luck, 1), step), state, action, game.params
@@ -75,7 +78,9 @@ def replay(experiment: Any, played: Episodes, group: int, sample: int, seed: int
 )
 def test_recorded_episodes_are_the_games(options: dict[str, Any], share: bool):
     experiment = small(**options)
-    played = episodes(experiment, share_chance=share, seed=5)
+    # Recording the state is the dearest option: once is enough.
+    played = episodes(experiment, share_chance=share, seed=5, record_anchor=not share)
+    assert (played.anchor is None) == share
     for group in range(3):
         for sample in range(4):
             replay(experiment, played, group, sample, 5, share)

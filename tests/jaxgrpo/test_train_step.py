@@ -55,20 +55,35 @@ def first_moment(state: Any) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(state.opt_state[1].mu)]
 
 
-@pytest.mark.parametrize("aggregate", ["token", "sequence", "episode", "constant"])
-def test_micro_batches_add_up_to_the_full_batch(aggregate: str):
-    state, episodes = replayed(small(**FREE), ragged=True)
-    options = {**FREE, "aggregate": aggregate, "gradient_clip": 0.0, "kl_beta": 0.1, "entropy_bonus": 0.01}
+RECOMPUTE = {"old_logprobs": "recompute", "tis_cap": 2.0}
+STEPWISE = {**FREE, "temperature": 0.6, "algorithm": "step-grpo", **RECOMPUTE}
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "algorithm"),
+    [
+        ("token", {}),
+        ("sequence", {"algorithm": "step-grpo", "group_filter": 0.67}),
+        ("episode", {"algorithm": "gigpo"}),
+        ("constant", RECOMPUTE),
+    ],
+)
+def test_micro_batches_add_up_to_the_full_batch(aggregate: str, algorithm: dict[str, Any]):
+    state, episodes = replayed(small(**FREE, algorithm="gigpo"), ragged=True)
+    options = {**FREE, **algorithm, "aggregate": aggregate, "gradient_clip": 0.0, "kl_beta": 0.1, "entropy_bonus": 0.01}
     full, report = updated(small(**options, micro_batch=96), state, episodes)
     parts, other = updated(small(**options, micro_batch=7), state, episodes)
-    assert other["trained_tokens"] == report["trained_tokens"] == int(episodes.token_counts.sum())
+    kept = episodes.token_counts.sum(-1).reshape(3, 4).sum(-1)
+    if algorithm.get("group_filter"):
+        kept = kept[jnp.argsort(-episodes.returns.std(-1))[:2]]
+    assert other["trained_tokens"] == report["trained_tokens"] == int(kept.sum())
     for name in ("loss", "grad_norm", "entropy", "kl", "ratio_max", "clip_fraction"):
         assert other[name] == pytest.approx(report[name], rel=1e-4, abs=1e-6), name
     for a, b in zip(first_moment(full), first_moment(parts), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(a).max())
 
 
-@pytest.mark.parametrize("options", [{}, {**FREE}, {**FREE, "temperature": 0.6}, {**FREE, "top_k": 7}])
+@pytest.mark.parametrize("options", [{}, {**FREE}, STEPWISE, {**FREE, "top_k": 7, "algorithm": "gigpo"}])
 def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(options: dict[str, Any]):
     experiment = small(**options)
     _, metrics = updated(experiment, *replayed(experiment))
@@ -76,6 +91,22 @@ def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(options: dict[str, An
     assert metrics["clip_fraction"] == 0
     assert metrics["logprob_gap"] < 1e-4
     assert metrics["trained_rows"] > 0 and metrics["grad_norm"] > 0
+
+
+def test_recomputed_probabilities_are_those_of_the_parameters_that_played():
+    """Play that was mistaken about its probabilities shows in the gap alone, and its weights scale the loss."""
+    experiment = small(**STEPWISE)
+    state, episodes = replayed(experiment)
+    _, right = updated(experiment, state, episodes)
+    # Recorded as twice as likely as they were: weights of a half, cut at a quarter.
+    mistaken = episodes._replace(reply=episodes.reply._replace(log_prob=episodes.reply.log_prob + np.log(2)))
+    _, half = updated(experiment, state, mistaken)
+    _, quarter = updated(experiment, state, mistaken, tis_cap=0.25)
+    assert right["logprob_gap"] < 1e-4
+    for metrics, share in ((half, 0.5), (quarter, 0.25)):
+        assert metrics["logprob_gap"] == pytest.approx(np.log(2), rel=1e-3)
+        assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4)
+        assert metrics["grad_norm"] == pytest.approx(share * right["grad_norm"], rel=1e-3)
 
 
 def test_equal_returns_train_nothing():
@@ -158,7 +189,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
 
 
 def test_changing_numbers_never_recompiles():
-    experiment = small(entropy_bonus=0.01, dual_clip=3.0, kl_beta=0.1, train_fraction=0.5)
+    options = {"entropy_bonus": 0.01, "dual_clip": 3.0, "kl_beta": 0.1, "train_fraction": 0.5, **RECOMPUTE}
+    experiment = small(algorithm="gigpo", **options)
     traces = 0
 
     def step(state: Any, reference: Any, hp: HyperParameters) -> Any:
@@ -174,6 +206,9 @@ def test_changing_numbers_never_recompiles():
         "clip_low",
         "clip_high",
         "dual_clip",
+        "step_weight",
+        "step_discount",
+        "tis_cap",
         "kl_beta",
         "alpha",
         "entropy_bonus",

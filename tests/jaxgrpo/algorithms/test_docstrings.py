@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from jaxgrpo.algorithms import advantages, episode_sampling, objectives
+from jaxgrpo.algorithms import advantages, episode_sampling, group_filter, objectives
 
 
 def _public_functions(module: ModuleType) -> list[str]:
@@ -19,7 +19,7 @@ def _public_functions(module: ModuleType) -> list[str]:
 
 _CASES = [
     pytest.param(module, name, id=name)
-    for module in (advantages, episode_sampling, objectives)
+    for module in (advantages, episode_sampling, group_filter, objectives)
     for name in [*_public_functions(module), *(["EpisodeSample"] if module is episode_sampling else [])]
 ]
 
@@ -38,9 +38,13 @@ def test_example_is_true(module, name, capsys):
 def test_all_public_functions_are_covered():
     assert {case.id for case in _CASES} == {
         "group_advantages",
+        "state_advantages",
+        "rewards_to_go",
+        "groups_to_keep",
         "sample_episodes",
         "EpisodeSample",
         "clipped_surrogate",
         "kl_k3",
+        "truncated_weight",
         "row_weights",
     }

@@ -2,8 +2,9 @@
 
 The prompt of the current state goes in, tokens are sampled until the reply closes, and the reply is read as an action.
 The same object gives, for replies that were sampled, the statistics a loss is made of. A reply is a row of `limit`
-token slots; `sampled` marks the tokens that were chosen by the model. Tokens without an alternative have log-probability
-0 and are not trained, whether the constraint leaves none at that point or none that closes the reply in time.
+token slots; `sampled` marks the tokens that were chosen by the model. Tokens without an alternative have
+log-probability 0 and are not trained, be it that the constraint leaves none at that point (a forced run, which costs no
+draw) or none that still closes the reply in time.
 """
 
 import dataclasses
@@ -102,10 +103,12 @@ class LanguageAgentPolicy:
 
     def __post_init__(self) -> None:
         """Refuse limits that no reply with free text can keep."""
-        if self._counts_down and self.reply_limit < self.constraint.distance[self.constraint.start]:
-            shortest = int(self.constraint.distance[self.constraint.start])
+        if self.constraint is None or not self._counts_down:
+            return
+        shortest = int(self.constraint.distance[self.constraint.start])
+        if self.reply_limit < shortest:
             raise ValueError(
-                f"reply limit {self.reply_limit}: a constrained reply needs {shortest} tokens; give as many"
+                f"reply limit {self.reply_limit}: a constrained reply needs up to {shortest}; give as many."
             )
 
     def model(self, params: PyTree[Array]) -> Transformer:
@@ -342,8 +345,8 @@ class LanguageAgentPolicy:
         """Statistics of replies that were sampled, `[rows, limit]`; 0 where no token can have been sampled.
 
         The distribution is the one `respond` drew from, before truncation: tempered once, over the real vocabulary,
-        renormalised over what the constraint and the tokens left allowed. Logits are made only where a sampled token is predicted.
-        Gradients flow into `params` and into `prefix`.
+        renormalised over what the constraint and the number of tokens left allowed. Logits are made only where a
+        sampled token is predicted. Gradients flow into `params` and into `prefix`.
         """
         model = self.model(params)
         tokens = observation.shape[1]

@@ -108,7 +108,7 @@ class LanguageAgentPolicy:
         shortest = int(self.constraint.distance[self.constraint.start])
         if self.reply_limit < shortest:
             raise ValueError(
-                f"reply limit {self.reply_limit}: a constrained reply needs up to {shortest}; give as many."
+                f"reply limit {self.reply_limit}: a constrained reply needs up to {shortest}; give as many"
             )
 
     def model(self, params: PyTree[Array]) -> Transformer:

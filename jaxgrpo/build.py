@@ -129,6 +129,10 @@ def build(config: TrainConfig) -> Experiment:
     return Experiment(config, game, TrainStep(policy, game, _algorithm(config), config), model)
 
 
+_LAYERS_KEPT = 4
+"""Models of so few layers keep their activations for the backward pass; deeper ones recompute them."""
+
+
 def _shortest_reply(game: TokenizedGame) -> int:
     """Tokens that a reply must have room for: what the constraint needs, or free thoughts without any text.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from envs_jax.games import TokenizedGame, make_game, tokenize_game
+from envs_jax.text.reader import CLOSE, OPEN
 from envs_jax.text.tokenizer import TextTokenizer
 from jaxgrpo.algorithms.algorithm import Algorithm
 from jaxgrpo.algorithms.gigpo import GiGPO
@@ -109,11 +110,11 @@ def build(config: TrainConfig) -> Experiment:
     options = config.play
     text_game = make_game(config.game, style=options.style, reply=options.reply, shots=options.shots)
     game = tokenize_game(text_game, model.tokenizer, reply_limit=options.reply_limit, constrain=options.constrain)
-    if game.constraint is not None and game.constraint.distance[game.constraint.start] > options.reply_limit:
-        shortest = int(game.constraint.distance[game.constraint.start])
+    shortest = _shortest_reply(game)
+    if shortest > options.reply_limit:
         raise ConfigError(
             f"--reply-limit {options.reply_limit}: the shortest readable reply of {config.game} has {shortest} tokens; "
-            f"give at least {shortest}, or --no-constrain."
+            f"give at least {shortest}{', or --no-constrain' if options.constrain else ''}."
         )
     policy = LanguageAgentPolicy(
         graphdef=nnx.split(Transformer.abstract(model.config))[0],
@@ -132,6 +133,19 @@ def build(config: TrainConfig) -> Experiment:
 
 _LAYERS_KEPT = 4
 """Models of so few layers keep their activations for the backward pass; deeper ones recompute them."""
+
+
+def _shortest_reply(game: TokenizedGame) -> int:
+    """Tokens that a reply must have room for: what the constraint needs, or free thoughts without any text.
+
+    A free action may be cut by the limit, which is one way of learning to keep it.
+    """
+    if game.constraint is not None:
+        return int(game.constraint.distance[game.constraint.start])
+    if game.game.reply == "action":
+        return 1
+    form = f"<think></think><plan></plan>{OPEN}{{}}{CLOSE}"
+    return min(len(game.tokenizer.encode(form.format(word))) for word in game.game.actions)
 
 
 def restore_params(folder: Path) -> tuple[TrainConfig, Any]:

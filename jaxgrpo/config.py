@@ -32,8 +32,8 @@ class PlayConfig:
     """Wording of the observation: "short" (bare board, few tokens) or "full" (sizes, objects, legend and board)."""
     shots: int = 0
     """Example turns in the prompt, which show the form of a reply; they are part of the shared prefix."""
-    reply: Literal["action"] = "action"
-    """Form of a reply: "action" is <action>WORD</action>."""
+    reply: Literal["action", "think"] = "action"
+    """Form of a reply: "action" is <action>WORD</action>, "think" has <think>..</think><plan>..</plan> before it."""
     reply_limit: int = 8
     """Most tokens in a reply; a longer one is cut and unreadable."""
     constrain: bool = True

@@ -2,13 +2,14 @@
 
 The prompt of the current state goes in, tokens are sampled until the reply closes, and the reply is read as an action.
 The same object gives, for replies that were sampled, the statistics a loss is made of. A reply is a row of `limit`
-token slots; `sampled` marks the tokens that were chosen by the model. Tokens a constraint forces cost neither a random
-number nor, where they come together, a pass through the model each: they have log-probability 0 and are not trained.
+token slots; `sampled` marks the tokens that were chosen by the model. Tokens without an alternative have
+log-probability 0 and are not trained, be it that the constraint leaves none at that point (a forced run, which costs no
+draw) or none that still closes the reply in time.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from jaxgrpo import token_statistics as statistics
 from jaxgrpo.episodes import CLOSED, CUT, ENDED, Reply
 from jaxgrpo.loops import while_any
 from jaxgrpo.model.cache import DecodeCache, Prefix
-from jaxgrpo.model.transformer import Transformer
+from jaxgrpo.model.transformer import LayerParams, Transformer
 from jaxgrpo.sampling import draw
 from jaxgrpo.token_statistics import TokenStatistics
 
@@ -44,7 +45,26 @@ class _Writing(NamedTuple):
     constraint: Int[Array, " rows"]
     done: Bool[Array, " rows"]
     fresh: Int[Array, " rows"]
-    """Tokens written by the last choice, at the end of the reply: what the model has yet to see."""
+    """Tokens at the end of the reply that the model has yet to see: the last choice and the run it forced."""
+
+
+class _Batch(NamedTuple):
+    """Rows that are decoded together, and what the model knows of them."""
+
+    writing: _Writing
+    cache: DecodeCache
+    begin: Int[Array, " rows"]
+    """Position of the reply's first token."""
+    keys: Key[Array, " rows"]
+
+    def take(self, index: Int[Array, " some"]) -> "_Batch":
+        """Some of the rows, by number."""
+        writing, begin, keys = jax.tree.map(lambda x: x[index], (self.writing, self.begin, self.keys))
+        return _Batch(writing, self.cache.take(index), begin, keys)
+
+
+_LONG_REPLY = 32
+"""Passes through the model from which on rows that have finished may leave the batch; see `fewest_rows`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,6 +82,11 @@ class LanguageAgentPolicy:
         top_k: sample among the k likeliest tokens; 0 is off.
         truncate_top_p: whether `Sampling.top_p` applies.
         remat: recompute layers in the backward pass (less memory, more work).
+        fewest_rows: where replies may be long, open rows go on in a batch of half the size once they fit into it, again
+            and again down to this size. Results are the same; each size is compiled apart.
+
+    Raises:
+        ValueError: the constraint allows free text, and the limit leaves no time to close the shortest reply.
     """
 
     graphdef: nnx.GraphDef[Transformer]
@@ -74,6 +99,17 @@ class LanguageAgentPolicy:
     top_k: int = 0
     truncate_top_p: bool = False
     remat: bool = True
+    fewest_rows: int = 8
+
+    def __post_init__(self) -> None:
+        """Refuse limits that no reply with free text can keep."""
+        if self.constraint is None or not self._counts_down:
+            return
+        shortest = int(self.constraint.distance[self.constraint.start])
+        if self.reply_limit < shortest:
+            raise ValueError(
+                f"reply limit {self.reply_limit}: a constrained reply needs up to {shortest}; give as many"
+            )
 
     def model(self, params: PyTree[Array]) -> Transformer:
         """The model with its parameters."""
@@ -126,6 +162,16 @@ class LanguageAgentPolicy:
         writing = self._choose(model, blank, hidden[:, -1], keys, sampling)
         if last - first <= 1:  # a second choice is impossible, whatever the first
             return writing.reply
+        batch = _Batch(writing, cache, prefix.length + observation_length, keys)
+        return self._write_on(model, layers, prefix, batch, sampling).reply
+
+    def _write_on(
+        self, model: Transformer, layers: Sequence[LayerParams], prefix: Prefix, batch: _Batch, sampling: Sampling
+    ) -> _Writing:
+        """Writes replies to their ends, in ever smaller batches where that pays."""
+        rows = batch.keys.shape[0]
+        first, last = self.sampled_span
+        smaller = rows // 2 if last - first > _LONG_REPLY and rows // 2 >= self.fewest_rows else 0
 
         def step(carry: tuple[_Writing, DecodeCache]) -> tuple[_Writing, DecodeCache]:
             writing, cache = carry
@@ -133,14 +179,23 @@ class LanguageAgentPolicy:
             slot = (writing.reply.length - writing.fresh)[:, None] + offsets
             block = jnp.take_along_axis(writing.reply.ids, jnp.minimum(slot, self.reply_limit - 1), axis=1)
             valid = (offsets < writing.fresh[:, None]) & ~writing.done[:, None]
-            positions = prefix.length + observation_length[:, None] + slot
-            hidden, cache = model.decode(block, positions, valid, prefix, cache, layers)
-            newest = jnp.clip(writing.fresh - 1, 0, self._block_width - 1)
-            hidden = jnp.take_along_axis(hidden, newest[:, None, None], axis=1)[:, 0]
-            return self._choose(model, writing, hidden, keys, sampling), cache
+            hidden, cache = model.decode(block, batch.begin[:, None] + slot, valid, prefix, cache, layers)
+            seen = jnp.minimum(writing.fresh, self._block_width)
+            hidden = jnp.take_along_axis(hidden, jnp.maximum(seen - 1, 0)[:, None, None], axis=1)[:, 0]
+            writing = writing._replace(fresh=writing.fresh - seen)
+            return self._choose(model, writing, hidden, batch.keys, sampling), cache
 
-        writing, _ = while_any(lambda carry: jnp.any(~carry[0].done), step, (writing, cache))
-        return writing.reply
+        def too_many_open(carry: tuple[_Writing, DecodeCache]) -> Bool[Array, ""]:
+            return jnp.sum(~carry[0].done) > smaller
+
+        writing, cache = while_any(too_many_open, step, (batch.writing, batch.cache))
+        if smaller == 0:
+            return writing
+        # Open rows first; the rows that fill the smaller batch have finished, and nothing changes them.
+        index = jnp.argsort(writing.done, stable=True)[:smaller]
+        rest = batch._replace(writing=writing, cache=cache).take(index)
+        rest = self._write_on(model, layers, prefix, rest, sampling)
+        return jax.tree.map(lambda every, some: every.at[index].set(some), writing, rest)
 
     def _blank(self, rows: int) -> _Writing:
         """Replies that hold only what the constraint forces at the start."""
@@ -176,10 +231,14 @@ class LanguageAgentPolicy:
         keys: Key[Array, " rows"],
         sampling: Sampling,
     ) -> _Writing:
-        """Samples one token a row, adds the run of tokens it forces, and reads them; finished rows stay as they are."""
-        reply, active = writing.reply, ~writing.done
+        """Samples one token a row, adds the run of tokens it forces, and reads them.
+
+        Rows that have finished, and those of which the model has not seen all, stay as they are.
+        """
+        reply, active = writing.reply, ~writing.done & (writing.fresh == 0)
         uniform = jax.vmap(lambda key, at: jax.random.uniform(jax.random.fold_in(key, at)))(keys, reply.length)
-        token, log_prob = self._draw(model, hidden, writing.constraint, uniform, sampling)
+        remaining = self.reply_limit - reply.length
+        token, log_prob, chosen = self._draw(model, hidden, writing.constraint, remaining, uniform, sampling)
         here = (jnp.arange(self.reply_limit) == reply.length[:, None]) & active[:, None]
         ids = jnp.where(here, token[:, None], reply.ids)
         length = reply.length + 1
@@ -198,13 +257,13 @@ class LanguageAgentPolicy:
             ids=ids,
             length=jnp.where(active, length, reply.length),
             log_prob=jnp.where(here, log_prob[:, None], reply.log_prob),
-            sampled=reply.sampled | here,
+            sampled=reply.sampled | (here & chosen[:, None]),
             action=jnp.where(active, jnp.where(readable, action, 0), reply.action),
             readable=jnp.where(active, readable, reply.readable),
             stop=jnp.where(active, stop, reply.stop),
         )
-        done = writing.done | closed | ended | (new.length >= self.reply_limit)
-        return _Writing(new, reader, constraint, done, fresh=new.length - reply.length)
+        done = writing.done | (active & (closed | ended | (length >= self.reply_limit)))
+        return _Writing(new, reader, constraint, done, fresh=writing.fresh + new.length - reply.length)
 
     def _force(
         self,
@@ -238,10 +297,11 @@ class LanguageAgentPolicy:
         model: Transformer,
         hidden: Float[Array, "rows embed"],
         state: Int[Array, " rows"],
+        remaining: Int[Array, " rows"],
         uniform: Float[Array, " rows"],
         sampling: Sampling,
-    ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
-        """A token a row with its log-probability, among those the constraint allows."""
+    ) -> tuple[Int[Array, " rows"], Float[Array, " rows"], Bool[Array, " rows"]]:
+        """A token a row among those allowed, its log-probability, and whether there was another."""
         options = {
             "temperature": sampling.temperature,
             "top_k": self.top_k,
@@ -253,19 +313,22 @@ class LanguageAgentPolicy:
             allowed = (choices >= 0).at[:, 0].set(True)
             logits = model.token_logits(hidden, jnp.maximum(choices, 0))
             index, log_prob = draw(uniform, jnp.where(allowed, logits, -jnp.inf), **options)
-            return jnp.take_along_axis(choices, index[:, None], axis=1)[:, 0], log_prob
+            # Forced runs are over: a row that goes on has a choice.
+            return jnp.take_along_axis(choices, index[:, None], axis=1)[:, 0], log_prob, jnp.ones_like(state, bool)
         logits = model.logits(hidden)
-        allowed = self._allowed(state, jnp.arange(logits.shape[-1], dtype=jnp.int32))
+        allowed = self._allowed(state, remaining, jnp.arange(logits.shape[-1], dtype=jnp.int32))
         # A finished row may have nothing left to choose; token 0 keeps its numbers finite and is never used.
         allowed = allowed.at[:, 0].set(allowed[:, 0] | ~jnp.any(allowed, axis=1))
-        return draw(uniform, jnp.where(allowed, logits, -jnp.inf), **options)
+        return *draw(uniform, jnp.where(allowed, logits, -jnp.inf), **options), jnp.sum(allowed, axis=1) > 1
 
-    def _allowed(self, state: Int[Array, " rows"], ids: Int[Array, " some"]) -> Bool[Array, "rows some"]:
-        """Which of the tokens `ids` each row may take."""
+    def _allowed(
+        self, state: Int[Array, " rows"], remaining: Int[Array, " rows"], ids: Int[Array, " some"]
+    ) -> Bool[Array, "rows some"]:
+        """Which of the tokens `ids` each row may take with `remaining` tokens to go, this one included."""
         real = (ids < self.vocab_size)[None, :]
         if self.constraint is None:
             return jnp.broadcast_to(real, (state.shape[0], ids.shape[0]))
-        return real & (self.constraint.next_state(state[:, None], ids[None, :]) >= 0)
+        return real & self.constraint.allows(state, ids, remaining=remaining)
 
     # Training
 
@@ -282,8 +345,8 @@ class LanguageAgentPolicy:
         """Statistics of replies that were sampled, `[rows, limit]`; 0 where no token can have been sampled.
 
         The distribution is the one `respond` drew from, before truncation: tempered once, over the real vocabulary,
-        renormalised over what the constraint allowed. Logits are made only where a sampled token is predicted.
-        Gradients flow into `params` and into `prefix`.
+        renormalised over what the constraint and the number of tokens left allowed. Logits are made only where a
+        sampled token is predicted. Gradients flow into `params` and into `prefix`.
         """
         model = self.model(params)
         tokens = observation.shape[1]
@@ -312,9 +375,11 @@ class LanguageAgentPolicy:
             logits = model.token_logits(hidden, jnp.maximum(choices, 0))
             return statistics.over_choices(logits, choices, token, temperature)
         flat_state = state.reshape(-1)
+        first, last = self.sampled_span
+        remaining = jnp.broadcast_to(self.reply_limit - jnp.arange(first, last), state.shape).reshape(-1)
         allowed: Callable | None = None
         if self.constraint is not None:
-            allowed = lambda ids: self._allowed(flat_state, ids)  # noqa: E731
+            allowed = lambda ids: self._allowed(flat_state, remaining, ids)  # noqa: E731
         found = statistics.over_vocabulary(
             hidden.reshape(-1, hidden.shape[-1]),
             model.head(),
@@ -330,13 +395,14 @@ class LanguageAgentPolicy:
         """The constraint's state before each token of a reply; zeros where replies are free."""
         if self.constraint is None:
             return jnp.zeros_like(reply)
-        state = jnp.full(reply.shape[0], self.constraint.start, jnp.int32)
-        states = []
-        for column in range(self.reply_limit):
-            states.append(state)
+        constraint = self.constraint
+
+        def step(state: Int[Array, " rows"], token: Int[Array, " rows"]) -> tuple[Array, Array]:
             # Beyond the end of a reply nothing is allowed: stay in some state, its statistics are not looked at.
-            state = jnp.maximum(self.constraint.next_state(state, reply[:, column]), 0)
-        return jnp.stack(states, axis=1)
+            return jnp.maximum(constraint.next_state(state, token), 0), state
+
+        start = jnp.full(reply.shape[0], constraint.start, jnp.int32)
+        return jax.lax.scan(step, start, reply.T, unroll=min(self.reply_limit, 16))[1].T
 
     # What is known before any token is sampled
 
@@ -346,30 +412,46 @@ class LanguageAgentPolicy:
         return () if self.constraint is None else tuple(self.constraint.start_run)
 
     @property
+    def _counts_down(self) -> bool:
+        """Whether replies have free text, which the number of tokens left must be able to end.
+
+        A tokenizer has more tokens than are ever listed as `choices` (all of ASCII), and free text allows nearly all.
+        """
+        return self.constraint is not None and self.constraint.choices is None
+
+    @functools.cached_property
     def _block_width(self) -> int:
-        """Tokens a decoding step feeds to the model: a choice and the longest run it may force before the next one."""
-        return 1 if self.constraint is None else 1 + self.constraint.max_middle_run
+        """Tokens a decoding step feeds to the model; results do not depend on it.
+
+        Where every choice is between a few texts, a choice and the longest run it may force go in together. In free
+        text runs are rare: there a row with a run takes some turns more, rather than all rows a wider block each turn.
+        """
+        return 1 if self.constraint is None or self._counts_down else 1 + self.constraint.max_middle_run
 
     @functools.cached_property
     def sampled_span(self) -> tuple[int, int]:
         """First slot of a reply that can hold a sampled token, and one past the last: what training must look at."""
         if self.constraint is None:
             return 0, self.reply_limit
-        return _sampled_span(self.constraint, self.reply_limit)
+        return _sampled_span(self.constraint, self.reply_limit, counts_down=self._counts_down)
 
 
-def _sampled_span(constraint: Constraint, limit: int) -> tuple[int, int]:
-    """Walks every reply the constraint allows, forced runs in one stride, noting the slots where there is a choice."""
+def _sampled_span(constraint: Constraint, limit: int, *, counts_down: bool) -> tuple[int, int]:
+    """Walks all replies the constraint allows at once, forced runs in one stride, noting the slots that are drawn."""
     first = last = min(len(constraint.start_run), limit - 1)
-    states_at: list[set[int]] = [set() for _ in range(limit)]
-    states_at[first].add(int(constraint.forced_next[constraint.start]))
+    steps = {(state, int(onward)) for state, row in enumerate(constraint.table) for onward in row if onward >= 0}
+    source, onward = np.array(sorted(steps)).T
+    reached = np.zeros((limit, len(constraint.table)), bool)
+    reached[first, constraint.forced_next[constraint.start]] = True
+    reached[:, constraint.finished] = False
     for slot in range(first, limit):
-        for state in states_at[slot] - {constraint.finished}:
-            last = slot + 1
-            for chosen in np.unique(constraint.table[state]):
-                after = slot + 1 + int(constraint.forced_length[chosen])
-                if chosen >= 0 and after < limit:
-                    states_at[after].add(int(constraint.forced_next[chosen]))
+        taken = reached[slot, source]
+        if counts_down:
+            taken &= constraint.distance[onward] < limit - slot
+        last = slot + 1 if taken.any() else last
+        after = slot + 1 + constraint.forced_length[onward]
+        taken &= (after < limit) & (constraint.forced_next[onward] != constraint.finished)
+        reached[after[taken], constraint.forced_next[onward[taken]]] = True
     return first, max(last, first + 1)
 
 

@@ -106,15 +106,23 @@ class Constraint(Tables):
         tokens that leave enough for the rest. There is always one if at least `distance[start]` were granted at first.
         `vocab_size` is the width of the mask (default: the tokenizer's own vocabulary).
         """
+        width = len(self.class_map) - 1 if vocab_size is None else vocab_size
+        return self.allows(state, np.arange(width), remaining=remaining)
+
+    def allows(
+        self,
+        state: Int[ArrayLike, "*batch"],
+        ids: Int[ArrayLike, " some"],
+        *,
+        remaining: Int[ArrayLike, "*batch"] | None = None,
+    ) -> Bool[Array, "*batch some"]:
+        """Which of the tokens `ids` are allowed next, for those who go through the vocabulary a chunk at a time."""
         state = jnp.asarray(state)
         following = jnp.asarray(self.table)[state]
         open_classes = (following != DEAD) & (state >= 0)[..., None]
         if remaining is not None:
             open_classes &= jnp.asarray(self.distance)[following] < jnp.asarray(remaining)[..., None]
-        own = self.class_map[:-1]
-        width = own.shape[0] if vocab_size is None else vocab_size
-        beyond = np.full(max(0, width - own.shape[0]), self.class_map[-1])
-        return open_classes[..., np.concatenate([own, beyond])[:width]]
+        return open_classes[..., class_of(self.class_map, ids)]
 
     def done(self, state: Int[ArrayLike, "*batch"]) -> Bool[Array, "*batch"]:
         """Whether the reply is complete."""

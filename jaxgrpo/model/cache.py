@@ -52,6 +52,11 @@ class DecodeCache:
         """How many tokens a row can hold."""
         return self.valid.shape[1]
 
+    def take(self, index: Int[Array, " some"]) -> "DecodeCache":
+        """A cache of some of the rows, by number."""
+        keys, values, valid = jax.tree.map(lambda x: x[index], (self.keys, self.values, self.valid))
+        return DecodeCache(keys, values, valid, self.cursor)
+
 
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> DecodeCache:
     """A cache of `slots` empty slots for each of `batch` rows."""

@@ -28,5 +28,8 @@ def test_example_turns_show_readable_replies_with_the_actions_in_turn():
     game = make_game("frozen-lake", shots=5)
     replies = [answered for _, answered in game.shots]
     assert replies == [f"<action>{word}</action>" for word in ("left", "down", "right", "up", "left")]
+    thinking = [answered for _, answered in make_game("frozen-lake", reply="think", shots=2).shots]
+    form = "<think>your thoughts</think><plan>your plan</plan>"
+    assert thinking == [f"{form}<action>{word}</action>" for word in ("left", "down")]
     roles = [message["role"] for message in game.messages(game.environment.reset(jax.random.key(0))[1])]
     assert roles == ["system", *["user", "assistant"] * 5, "user"]

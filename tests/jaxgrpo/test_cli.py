@@ -163,6 +163,8 @@ def test_resume_refuses(trained, tmp_path, capsys):
         ("train --group-size 0", r"--group-size 0: must be at least 1\."),
         ("train --reply-limit 0", r"--reply-limit 0: must be at least 1\."),
         ("train --reply-limit 1", r"--reply-limit 1: the shortest readable reply"),
+        ("train --reply think --reply-limit 6", r"--reply-limit 6: the shortest readable reply .* or --no-constrain"),
+        ("train --reply think --no-constrain --reply-limit 6", r"--reply-limit 6: .* 7 tokens; give at least 7\."),
         ("train --seed -1", r"--seed -1: must be 0 or more\."),
         ("train --game frozen-lak", r"unknown game 'frozen-lak'; did you mean 'frozen-lake'\?"),
         ("train --model tinny", r"model 'tinny' not found \(did you mean 'tiny'\?\)"),

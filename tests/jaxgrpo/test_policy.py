@@ -1,6 +1,7 @@
 """The language-agent policy: replies as sampled, and the statistics that training sees of them."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -11,9 +12,11 @@ from flax import nnx
 
 from envs_jax.text.grammar import Constraint, Reader
 from envs_jax.text.tokenizer import TextTokenizer
+from jaxgrpo import token_statistics
 from jaxgrpo.episodes import CLOSED, CUT, ENDED, Reply
 from jaxgrpo.policy import LanguageAgentPolicy, Sampling
 from tests.jaxgrpo.experiments import small
+from tests.jaxgrpo.jaxprs import selected_shapes
 
 ROWS, TOKENS = 12, 9
 KEYS = jax.random.split(jax.random.key(7), ROWS)
@@ -40,13 +43,18 @@ def observation() -> tuple[jax.Array, jax.Array]:
 def policy(actions: tuple[str, ...] = ("left", "down", "right", "up"), **changes: Any) -> LanguageAgentPolicy:
     """The embedded model as a player; `constrain=False` frees its replies."""
     tokenizer = TextTokenizer.tiny()
-    constrain = changes.pop("constrain", True)
+    constrain, form = changes.pop("constrain", True), changes.pop("reply", "action")
     return dataclasses.replace(
         small().policy,
         reader=Reader.compile(actions, tokenizer),
-        constraint=Constraint.compile(actions, tokenizer) if constrain else None,
+        constraint=Constraint.compile(actions, tokenizer, reply=form) if constrain else None,
         **{"reply_limit": 16, **changes},
     )
+
+
+THINK = {"reply": "think", "reply_limit": 40}
+# Free replies that one token in ten ends, so that rows are done after unequal times.
+RAGGED = {"constrain": False, "reply_limit": 40, "eos_ids": tuple(range(5, 55))}
 
 
 def respond(player: LanguageAgentPolicy, params: Any, observation: Any, sampling: Sampling, keys: Any = KEYS) -> Reply:
@@ -239,3 +247,77 @@ def test_gradient_flows_through_the_shared_prefix(params: Any, observation: Any)
     np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-5)
     for a, b in zip(jax.tree.leaves(ours[1]), jax.tree.leaves(theirs[1]), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def assert_same_replies(ours: Reply, theirs: Reply) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 if a.dtype == jnp.float32 else 0)
+
+
+@pytest.mark.parametrize("spare", [0, 33])
+def test_constrained_thoughts_close_in_time_and_training_sees_the_same_mask(
+    spare: int, params: Any, observation: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """From the shortest limit on every reply is readable; the vocabulary is gone through in several, uneven chunks."""
+    monkeypatch.setattr(token_statistics, "_LARGEST_CHUNK", 200)
+    constraint, tokenizer = policy(**THINK).constraint, TextTokenizer.tiny()
+    assert constraint is not None
+    shortest = int(constraint.distance[constraint.start])
+    player = policy(reply="think", reply_limit=shortest + spare)
+    reply = respond(player, params, observation, sampling(0.8))
+    assert bool(reply.readable.all()) and bool((reply.stop == CLOSED).all())
+    assert int(reply.length.max()) == shortest + spare, "an untrained model goes on until the limit bites"
+    form = r"<think>.*</think><plan>.*</plan><action>(left|down|right|up)</action>"
+    for ids, length in zip(np.asarray(reply.ids), np.asarray(reply.length), strict=True):
+        assert re.fullmatch(form, tokenizer.decode(ids[:length].tolist()), re.DOTALL)
+    first, last = player.sampled_span
+    assert not bool(reply.sampled[:, :first].any()) and not bool(reply.sampled[:, last:].any())
+    assert bool((reply.log_prob[reply.sampled] < 0).all()), "tokens without an alternative are not sampled"
+    np.testing.assert_array_equal(reply.log_prob[~reply.sampled], 0)
+    found = statistics(player, params, observation, reply, 0.8)
+    written = jnp.arange(player.reply_limit) < reply.length[:, None]
+    gap = jnp.where(written[:, first:last], (found.log_prob - reply.log_prob)[:, first:last], 0.0)
+    # Forced tokens included, and those that the number of tokens left decided: they are certain in training too.
+    assert float(jnp.abs(gap).max()) < 1e-4
+
+
+def test_a_limit_below_the_shortest_thought_is_refused():
+    with pytest.raises(ValueError, match="reply limit 6: a constrained reply needs up to 7; give as many"):
+        policy(reply="think", reply_limit=6)
+
+
+def test_forced_runs_in_thoughts_go_in_one_pass_or_several(
+    params: Any, observation: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """The same replies; and other neighbours, padding and batch size do not show either."""
+    (ids, length), some = observation, jnp.array([7, 2, 10])
+    narrow = respond(policy(**THINK), params, observation, sampling())
+    player = policy(**THINK)
+    assert player.constraint is not None and player.constraint.max_middle_run > 0 and player._block_width == 1
+    monkeypatch.setattr(LanguageAgentPolicy, "_block_width", 1 + player.constraint.max_middle_run)
+    padded = jnp.pad(ids[some], ((0, 0), (4, 0)), constant_values=11)
+    wide = respond(player, params, (padded, length[some]), sampling(), KEYS[some])
+    assert_same_replies(jax.tree.map(lambda x: x[some], narrow), wide)
+
+
+def test_nobody_sees_that_finished_rows_leave_the_batch(params: Any, observation: Any):
+    """Alone and under vmap, where a member waits for the others before it goes on in a smaller batch."""
+    shrinking, whole = (policy(**RAGGED, fewest_rows=rows) for rows in (2, ROWS))
+    ids, length = observation
+    keys = jnp.stack([KEYS, jax.random.split(jax.random.key(8), ROWS)])
+
+    def members(player: LanguageAgentPolicy, params: Any) -> Reply:
+        def one(keys: Any) -> Reply:
+            return player.respond(params, player.prefix(params), ids, length, keys, sampling())
+
+        return jax.vmap(one)(keys)
+
+    expected = [respond(whole, params, observation, sampling(), member) for member in keys]
+    lengths = np.asarray(expected[0].length)
+    assert len(set(lengths.tolist())) > ROWS / 2 and np.median(lengths) < 20, "rows end after unequal times"
+    both = jax.jit(members, static_argnums=0)(shrinking, params)
+    for member, reply in enumerate(expected):
+        assert_same_replies(reply, jax.tree.map(lambda x, member=member: x[member], both))
+    selected = selected_shapes(jax.make_jaxpr(lambda params: members(shrinking, params))(params))
+    config = shrinking.model(params).config
+    assert not [shape for shape in selected if shape[-2:] == (config.kv_heads, config.head_dim)]

@@ -83,7 +83,13 @@ def test_micro_batches_add_up_to_the_full_batch(aggregate: str, algorithm: dict[
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(a).max())
 
 
-@pytest.mark.parametrize("options", [{}, {**FREE}, STEPWISE, {**FREE, "top_k": 7, "algorithm": "gigpo"}])
+THINK = {"reply": "think", "reply_limit": 16, "groups": 2, "group_size": 2, "temperature": 0.8}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {**FREE, "temperature": 0.6}, STEPWISE, {**FREE, "top_k": 7, "algorithm": "gigpo"}, THINK],
+)
 def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(options: dict[str, Any]):
     experiment = small(**options)
     _, metrics = updated(experiment, *replayed(experiment))

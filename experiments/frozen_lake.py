@@ -1,6 +1,6 @@
 """MS-GRPO on Frozen Lake with the small built-in model: trains one seed after another and prints what came of them.
 
-    python experiments/frozen_lake.py [--seeds 0 1 2] [--iterations 150] [--out runs/frozen-lake]
+    python experiments/frozen_lake.py [--seeds 0 1 2] [--iterations 200] [--out runs/frozen-lake]
 
 A seed that is already trained is not trained again, and one that was stopped goes on where it was.
 """
@@ -23,7 +23,7 @@ def train(seed: int, iterations: int, out: Path) -> jaxgrpo.Run:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=150)
+    parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("runs/frozen-lake"))
     options = parser.parse_args()
     lines = []

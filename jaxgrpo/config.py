@@ -91,7 +91,7 @@ class LearnConfig:
     minibatches: int = 1
     """Optimiser steps in a pass."""
     micro_batch: int = 256
-    """Rows in one forward and backward; memory grows with it, results do not change."""
+    """Rows in one forward and backward; memory grows with it, results change by rounding alone."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ class Reply(NamedTuple):
     ids: Int[Array, "*rows limit"]
     """Token ids; 0 beyond `length`."""
     length: Int[Array, "*rows"]
-    """Tokens in the reply, in [1, limit]."""
+    """Tokens in the reply, in [1, limit]; 0 in a blank one."""
     log_prob: Float[Array, "*rows limit"]
     """Log-probability of each sampled token when it was sampled; 0 elsewhere."""
     sampled: Bool[Array, "*rows limit"]
@@ -27,6 +27,20 @@ class Reply(NamedTuple):
     """Whether an action was read."""
     stop: Int[Array, "*rows"]
     """`CLOSED`, `ENDED` or `CUT`."""
+
+    @classmethod
+    def blank(cls, rows: int, limit: int) -> "Reply":
+        """Replies of `rows` rows without a token yet: all zeros and False."""
+        row, slots = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, limit))
+        return cls(
+            ids=slots.astype(jnp.int32),
+            length=row,
+            log_prob=slots,
+            sampled=slots.astype(bool),
+            action=row,
+            readable=row.astype(bool),
+            stop=row,
+        )
 
 
 class Episodes(NamedTuple):

@@ -199,28 +199,22 @@ class LanguageAgentPolicy:
 
     def _blank(self, rows: int) -> _Writing:
         """Replies that hold only what the constraint forces at the start."""
-        slots = self.reply_limit
-        ids = np.zeros(slots, np.int32)
-        ids[: len(self._opening)] = self._opening
+        opening = self._opening
         reader = jnp.int32(self.reader.start)
-        for token in self._opening:
+        for token in opening:
             reader = self.reader.step(reader, jnp.int32(token))
         constraint = 0 if self.constraint is None else self.constraint.forced_next[self.constraint.start]
-        column = jnp.zeros(rows, jnp.int32)
+        blank = Reply.blank(rows, self.reply_limit)
         return _Writing(
-            Reply(
-                ids=jnp.broadcast_to(ids, (rows, slots)),
-                length=column + len(self._opening),
-                log_prob=jnp.zeros((rows, slots)),
-                sampled=jnp.zeros((rows, slots), bool),
-                action=column,
-                readable=jnp.zeros(rows, bool),
-                stop=column + CUT,
+            blank._replace(
+                ids=blank.ids.at[:, : len(opening)].set(jnp.asarray(opening, jnp.int32)),
+                length=blank.length + len(opening),
+                stop=blank.stop + CUT,
             ),
             reader=jnp.broadcast_to(reader, (rows,)),
-            constraint=column + int(constraint),
+            constraint=blank.length + int(constraint),
             done=jnp.zeros(rows, bool),
-            fresh=column,
+            fresh=blank.length,
         )
 
     def _choose(

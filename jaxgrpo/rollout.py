@@ -134,7 +134,7 @@ def play(
         alive=~flags,
         observation=buffer(ids, limit + 1).at[0].set(ids),
         observation_length=buffer(length, limit + 1).at[0].set(length),
-        reply=jax.tree.map(buffer, _no_replies(episodes, policy.reply_limit)),
+        reply=jax.tree.map(buffer, Reply.blank(episodes, policy.reply_limit)),
         reward=buffer(jnp.zeros(episodes)),
         terminated=buffer(flags),
         truncated=buffer(flags),
@@ -173,6 +173,11 @@ def play(
         )
 
     end = while_any(lambda now: jnp.any(now.alive) & (now.step < limit), advance, begin)
+    return _as_episodes(end, game.game, groups, samples)
+
+
+def _as_episodes(end: _Play, game: TextGame, groups: int, samples: int) -> Episodes:
+    """What was recorded, with the step behind group and sample rather than in front."""
 
     def by_group(x: Array) -> Array:
         return jnp.moveaxis(x, 0, 1).reshape(groups, samples, x.shape[0], *x.shape[2:])
@@ -185,7 +190,7 @@ def play(
         terminated=by_group(end.terminated),
         truncated=by_group(end.truncated),
         alive=by_group(end.was_alive),
-        success=jax.vmap(lambda s: game.game.won(s, game.game.params))(end.state).reshape(groups, samples),
+        success=jax.vmap(lambda s: game.won(s, game.params))(end.state).reshape(groups, samples),
         anchor=None if end.anchor is None else by_group(end.anchor),
     )
 
@@ -224,22 +229,9 @@ def _reply_in_parts(
         target = jnp.where(wanted, index, episodes)
         return jax.tree.map(lambda all_rows, some: all_rows.at[target].set(some, mode="drop"), replies, reply)
 
-    return for_count((living + rows - 1) // rows, part, _no_replies(episodes, policy.reply_limit))
-
-
-def _no_replies(episodes: int, limit: int) -> Reply:
-    row, slots = jnp.zeros(episodes, jnp.int32), jnp.zeros((episodes, limit))
-    return Reply(
-        ids=slots.astype(jnp.int32),
-        length=row,
-        log_prob=slots,
-        sampled=slots.astype(bool),
-        action=row,
-        readable=row.astype(bool),
-        stop=row,
-    )
+    return for_count((living + rows - 1) // rows, part, Reply.blank(episodes, policy.reply_limit))
 
 
 def _blank_where(over: Bool[Array, " episodes"], reply: Reply) -> Reply:
-    blank = _no_replies(over.shape[0], reply.ids.shape[1])
+    blank = Reply.blank(over.shape[0], reply.ids.shape[1])
     return jax.tree.map(lambda no, yes: jnp.where(over.reshape(-1, *[1] * (yes.ndim - 1)), no, yes), blank, reply)

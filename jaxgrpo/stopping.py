@@ -41,8 +41,10 @@ class StopSignals:
     """While entered, remembers the first SIGINT or SIGTERM; a further SIGINT ends the process at once.
 
     Python runs its own handlers only between bytecodes, which may be minutes apart when the main thread waits for the
-    device. So a thread reads the signals from the descriptor to which the interpreter writes them as they come.
-    Outside the main thread, where Python takes no handlers, nothing is watched.
+    device. So a thread reads the signals from the descriptor to which the interpreter writes them as they come, and
+    does all there is to do; the handler notes the signal too, so that the main thread knows of it from then on
+    whether or not the thread has had its turn. Outside the main thread, where Python takes no handlers, nothing is
+    watched.
     """
 
     def __init__(self, on_first: Callable[[signal.Signals], None], on_abort: Callable[[], None]) -> None:
@@ -58,7 +60,7 @@ class StopSignals:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._previous_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, lambda *_: None) for number in _WATCHED}
+        self._previous = {number: signal.signal(number, self._note) for number in _WATCHED}
         self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
         self._thread.start()
         return self
@@ -76,13 +78,19 @@ class StopSignals:
         os.close(self._reader)
         self._active = False
 
+    def _note(self, number: int, _: object) -> None:
+        if self.received is None:
+            self.received = signal.Signals(number)
+
     def _watch(self) -> None:
+        announced = False
         while byte := os.read(self._reader, 1):
             if byte[0] not in _WATCHED:
                 continue
-            if self.received is None:
-                self.received = signal.Signals(byte[0])
-                self._on_first(self.received)
+            if not announced:
+                announced = True
+                self._note(byte[0], None)
+                self._on_first(signal.Signals(byte[0]))
             elif byte[0] == signal.SIGINT:
                 self._on_abort()
                 os._exit(Exit.INTERRUPTED)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import signal
 from collections.abc import Mapping
 from typing import Any
@@ -72,7 +71,7 @@ class Toy:
     def step(self, state: State, hyperparameters: Any, /) -> tuple[State, dict[str, jax.Array]]:
         number = int(state.iteration) + 1
         if number in self.signals:
-            os.kill(os.getpid(), self.signals[number])
+            signal.raise_signal(self.signals[number])
         return _step(state, jnp.bool_(self.fails))
 
     def evaluate(self, params: Any, *, episodes: int, temperature: float) -> Outcome:

@@ -37,7 +37,7 @@ def compare(name: str, ours: Callable[[], Any], without: Callable[[], Any], roun
 
 def played(experiment: Experiment) -> tuple[Any, Episodes]:
     state = experiment.init()
-    return state, jax.jit(experiment.train_step.rollout)(state, experiment.hyperparameters)
+    return state, jax.jit(experiment.train_step.rollout)(state, experiment.fixed, experiment.hyperparameters)
 
 
 def gradient(policy: LanguageAgentPolicy, params: Any, episodes: Episodes, observation: jax.Array, extra: int) -> Any:
@@ -78,9 +78,14 @@ def shared_prefix(options: dict[str, Any], rounds: int) -> None:
 
 def play_in_parts(options: dict[str, Any], rounds: int) -> None:
     parts, whole = (build(resolve({**options, "rollout_rows": rows})) for rows in (128, 0))
-    state, hp = parts.init(), parts.hyperparameters
+    given = parts.init(), parts.fixed, parts.hyperparameters
     ours, without = (jax.jit(e.train_step.rollout) for e in (parts, whole))
-    compare("512 episodes played 128 rows at a time", lambda: ours(state, hp), lambda: without(state, hp), rounds)
+    compare(
+        "512 episodes played 128 rows at a time",
+        lambda: ours(*given),
+        lambda: without(*given),
+        rounds,
+    )
 
 
 def small_micro_batches(options: dict[str, Any], rounds: int) -> None:
@@ -89,15 +94,15 @@ def small_micro_batches(options: dict[str, Any], rounds: int) -> None:
     ours, without = (jax.jit(e.train_step.update) for e in (small, large))
     compare(
         "learning from 512 episodes, 64 rows at a time (or 1,024)",
-        lambda: ours(state, episodes, None, small.hyperparameters),
-        lambda: without(state, episodes, None, small.hyperparameters),
+        lambda: ours(state, episodes, small.fixed, small.hyperparameters),
+        lambda: without(state, episodes, small.fixed, small.hyperparameters),
         rounds,
     )
 
 
 def allowed_logits(options: dict[str, Any], rounds: int) -> None:
     experiment = build(resolve(options))
-    state, hp = experiment.init(), experiment.hyperparameters
+    given = experiment.init(), experiment.fixed, experiment.hyperparameters
     constraint = experiment.policy.constraint
     assert constraint is not None
     dense = dataclasses.replace(experiment.policy, constraint=dataclasses.replace(constraint, choices=None))
@@ -105,8 +110,8 @@ def allowed_logits(options: dict[str, Any], rounds: int) -> None:
     without = jax.jit(dataclasses.replace(experiment.train_step, policy=dense))
     compare(
         "step with logits of the allowed tokens alone",
-        lambda: ours(state, None, hp),
-        lambda: without(state, None, hp),
+        lambda: ours(*given),
+        lambda: without(*given),
         rounds,
     )
 

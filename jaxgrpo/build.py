@@ -20,9 +20,10 @@ from jaxgrpo.config import ConfigError, HyperParameters, Switches, TrainConfig
 from jaxgrpo.evaluation import Outcome, play_policy
 from jaxgrpo.model import weights
 from jaxgrpo.model.config import ModelConfig
-from jaxgrpo.model.transformer import Transformer
+from jaxgrpo.model.trained import join, parse_layers, restack, split_trained
+from jaxgrpo.model.transformer import Stack, Transformer
 from jaxgrpo.policy import LanguageAgentPolicy
-from jaxgrpo.train_step import Metrics, TrainState, TrainStep
+from jaxgrpo.train_step import Fixed, Metrics, TrainState, TrainStep
 
 _WEIGHTS, _RUN = 0, 1
 """Folded into the seed's key; held-out episodes have a number of their own in `evaluation`."""
@@ -53,15 +54,23 @@ class Experiment:
         """The configuration's traced numbers."""
         return HyperParameters.from_config(self.config)
 
+    @functools.cached_property
+    def fixed(self) -> Fixed:
+        """What the run never changes: what is frozen, and the starting model where the algorithm compares with it."""
+        uses_reference = self.train_step.algorithm.uses_reference
+        if self._model.all_trained and not uses_reference:
+            return Fixed(nnx.State({}), None)
+        trained, frozen = self._model.params(self._key(_WEIGHTS))
+        return Fixed(frozen, trained if uses_reference else None)
+
     def init(self) -> TrainState:
         """The state before the first iteration: the model's own weights, or weights drawn from the seed."""
-        key = jax.random.key(self.config.seed)
-        params = self._model.params(jax.random.fold_in(key, _WEIGHTS))
+        params, _ = self._model.params(self._key(_WEIGHTS))
         return TrainState(
             params=params,
             opt_state=jax.jit(self.train_step.init_optimizer)(params, self.hyperparameters),
             algorithm_state=(),
-            key=jax.random.fold_in(key, _RUN),
+            key=self._key(_RUN),
             iteration=jnp.int32(0),
         )
 
@@ -72,14 +81,21 @@ class Experiment:
             state: where training stands.
             hyperparameters: traced numbers; changing them does not recompile.
         """
-        return self._compiled(state, self._reference, hyperparameters)
+        return self._compiled(state, self.fixed, hyperparameters)
 
     def evaluate(self, params: Any, *, episodes: int, temperature: float, seed: int = 0) -> Outcome:
-        """Plays held-out episodes of the game as it is scored, see `play_policy`."""
+        """Plays held-out episodes of the game as it is scored, see `play_policy`.
+
+        Args:
+            params: the trained parameters, `TrainState.params`.
+            episodes: how many.
+            temperature: of sampling; 0 is greedy.
+            seed: which held-out episodes.
+        """
         return play_policy(
             self.policy,
             self.game.scored,
-            params,
+            join(params, self.fixed.params),
             episodes=episodes,
             temperature=temperature,
             seed=seed,
@@ -90,10 +106,8 @@ class Experiment:
     def _compiled(self) -> Any:
         return jax.jit(self.train_step, donate_argnums=0)
 
-    @functools.cached_property
-    def _reference(self) -> Any:
-        """The frozen starting model, where the algorithm compares with it."""
-        return self.init().params if self.train_step.algorithm.uses_reference else None
+    def _key(self, purpose: int) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(self.config.seed), purpose)
 
 
 def build(config: TrainConfig) -> Experiment:
@@ -106,7 +120,7 @@ def build(config: TrainConfig) -> Experiment:
         WeightsError: the model is absent, damaged or unknown.
         UnsupportedModelError: the model has a feature that is not computed here.
     """
-    model = _Model.find(config.model)
+    model = _Model.find(config.model, config.learn.train_layers)
     options = config.play
     text_game = make_game(config.game, style=options.style, reply=options.reply, shots=options.shots)
     game = tokenize_game(text_game, model.tokenizer, reply_limit=options.reply_limit, constrain=options.constrain)
@@ -117,7 +131,7 @@ def build(config: TrainConfig) -> Experiment:
             f"give at least {shortest}{', or --no-constrain' if options.constrain else ''}."
         )
     policy = LanguageAgentPolicy(
-        graphdef=nnx.split(Transformer.abstract(model.config))[0],
+        graphdef=nnx.split(Transformer.abstract(model.config, model.stacks))[0],
         prefix_ids=game.prefix_ids,
         reader=game.reader,
         constraint=game.constraint,
@@ -181,9 +195,10 @@ class _Model:
     path: Path
     config: ModelConfig
     tokenizer: TextTokenizer
+    stacks: tuple[Stack, ...]
 
     @classmethod
-    def find(cls, name: str) -> "_Model":
+    def find(cls, name: str, train_layers: str) -> "_Model":
         path = weights.resolve_model(name)
         config = weights.read_config(path, compute_dtype=_compute_dtype())
         if name == "tiny":
@@ -197,12 +212,25 @@ class _Model:
                 f"--model {name}: the tokenizer has {tokenizer.vocab_size} ids and the model only "
                 f"{config.vocab_size}; they do not belong together."
             )
-        return cls(path, config, tokenizer)
+        try:
+            stacks = parse_layers(train_layers, config.layers)
+        except ValueError as error:
+            raise ConfigError(f"--train-layers {train_layers}: {error}.") from None
+        return cls(path, config, tokenizer, stacks)
 
-    def params(self, key: jax.Array) -> Any:
+    @property
+    def all_trained(self) -> bool:
+        return all(stack.trained for stack in self.stacks)
+
+    def params(self, key: jax.Array) -> tuple[Any, Any]:
+        """Trained and frozen parameters, read from the model's files or, where it has none, drawn from the key."""
         if self.path.suffix == ".json":
-            return jax.jit(functools.partial(weights.init, self.config))(key)
-        return weights.load(self.path, compute_dtype=self.config.compute_dtype)[1]
+            params = jax.jit(functools.partial(weights.init, self.config))(key)
+        else:
+            params = weights.load(self.path, compute_dtype=self.config.compute_dtype)[1]
+        if not self.all_trained:
+            params = restack(nnx.merge(nnx.split(Transformer.abstract(self.config))[0], params), self.stacks)
+        return split_trained(params, self.stacks)
 
 
 def _compute_dtype() -> str:

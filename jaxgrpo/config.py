@@ -54,6 +54,8 @@ class PlayConfig:
 class LearnConfig:
     """How the policy learns from the episodes."""
 
+    train_layers: str = "all"
+    """Layers that are trained: "all" (with all else), or numbers and ranges from 0 up, such as 24-29, 24- or 0,8-9."""
     normalise: Literal["std", "mean", "leave_one_out"] = "std"
     """Advantage within a group: (R - mean) / std, R - mean, or R - mean of the others."""
     train_fraction: float = 1.0

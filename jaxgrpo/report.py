@@ -1,6 +1,7 @@
 """Pictures of a run, drawn from its records alone."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,13 @@ from jaxgrpo.records import RunFolder, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Rows = Sequence[dict[str, Any]]
 
 _BLUE, _ORANGE, _GREY = "#1f6fb2", "#d9622b", "#5a6270"
+COLORS = (_BLUE, _ORANGE, "#3a8f5c", "#8a5bb0", "#b3892a", "#2f9aa0", "#9c4a62")
+"""For the things that a picture compares, in their order."""
 _STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 11,
@@ -37,14 +41,8 @@ def draw_curve(folder: RunFolder) -> Path:
 
     Every panel shows the iterations as they were, faint, and a running mean over a twentieth of them.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows, evaluations = read_rows(folder.metrics), read_rows(folder.evaluations)
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(2, 3, figsize=(13, 6.4), sharex=True, layout="constrained")
+    with figure(folder.curve, 2, 3, size=(13, 6.4)) as (drawn, axes):
         _draw_success(axes[0, 0], rows, evaluations)
         _draw_panel(axes[0, 1], rows, "return_mean", "Return per episode (± 1 std)", spread="return_std")
         _draw_panel(axes[0, 2], rows, "episode_length", "Steps per episode")
@@ -54,12 +52,27 @@ def draw_curve(folder: RunFolder) -> Path:
         for axis in axes[1]:
             axis.set_xlabel("iteration")
         config = folder.read_config()
-        figure.suptitle(f"{config.game} · {config.algorithm} · {config.model} · seed {config.seed}", x=0.01, ha="left")
-        beside = folder.curve.with_name(f".{folder.curve.name}.new")
-        figure.savefig(beside, dpi=130, format="png")
-        beside.replace(folder.curve)
-        plt.close(figure)
+        drawn.suptitle(f"{config.game} · {config.algorithm} · {config.model} · seed {config.seed}", x=0.01, ha="left")
     return folder.curve
+
+
+@contextlib.contextmanager
+def figure(path: Path, rows: int, columns: int, *, size: tuple[float, float]) -> Iterator[tuple["Figure", np.ndarray]]:
+    """A figure of `rows` by `columns` panels, `size` in inches, written to `path` in one go when it is left whole."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(_STYLE):
+        drawn, axes = plt.subplots(rows, columns, figsize=size, sharex="col", layout="constrained", squeeze=False)
+        try:
+            yield drawn, axes
+            beside = path.with_name(f".{path.name}.new")
+            drawn.savefig(beside, dpi=130, format="png")
+            beside.replace(path)
+        finally:
+            plt.close(drawn)
 
 
 def _draw_success(axis: "Axes", rows: Rows, evaluations: Rows) -> None:

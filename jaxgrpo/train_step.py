@@ -17,6 +17,7 @@ from jaxgrpo.config import HyperParameters, TrainConfig
 from jaxgrpo.episodes import CLOSED, CUT, ENDED, Episodes, Rows, build_rows
 from jaxgrpo.loops import for_count
 from jaxgrpo.model.cache import Prefix
+from jaxgrpo.model.trained import join
 from jaxgrpo.optimizer import learning_rate, make_optimizer
 from jaxgrpo.policy import LanguageAgentPolicy, Sampling
 from jaxgrpo.rollout import play
@@ -32,7 +33,7 @@ class TrainState(struct.PyTreeNode):
     """All that changes from iteration to iteration, and so all that a checkpoint holds."""
 
     params: Any
-    """The model's parameters, as `nnx.split` gives them."""
+    """The trained parameters of the model, as `nnx.split` gives them."""
     opt_state: Any
     """The optimiser's state."""
     algorithm_state: Any
@@ -41,6 +42,15 @@ class TrainState(struct.PyTreeNode):
     """Key of the run; an iteration folds its number in."""
     iteration: Int[Array, ""]
     """Iterations done."""
+
+
+class Fixed(NamedTuple):
+    """What a run never changes, handed to every iteration beside the state."""
+
+    params: Any
+    """The parameters of the model that are not trained; an empty `nnx.State` where all are."""
+    reference: Any
+    """The trained parameters as they were at the start; None where the algorithm does not compare with them."""
 
 
 def play_key(state: TrainState) -> PRNGKeyArray:
@@ -64,28 +74,28 @@ class TrainStep:
     algorithm: Algorithm
     config: TrainConfig
 
-    def __call__(self, state: TrainState, reference: Any, hp: HyperParameters) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, fixed: Fixed, hp: HyperParameters) -> tuple[TrainState, Metrics]:
         """One iteration.
 
         Args:
             state: where training stands; donate it.
-            reference: parameters of the frozen starting model; None where the algorithm does not use them.
+            fixed: frozen parameters, and the reference where the algorithm uses one.
             hp: traced numbers.
         """
-        return self.update(state, self.rollout(state, hp), reference, hp)
+        return self.update(state, self.rollout(state, fixed, hp), fixed, hp)
 
     def init_optimizer(self, params: Any, hp: HyperParameters) -> optax.OptState:
         """The optimiser's state before the first iteration."""
         return self._optimizer(hp, jnp.int32(0)).init(params)
 
-    def rollout(self, state: TrainState, hp: HyperParameters) -> Episodes:
+    def rollout(self, state: TrainState, fixed: Fixed, hp: HyperParameters) -> Episodes:
         """Plays the iteration's episodes."""
-        options = self.config.play
+        options, params = self.config.play, join(state.params, fixed.params)
         return play(
             self.policy,
             self.game,
-            state.params,
-            self.policy.prefix(state.params),
+            params,
+            self.policy.prefix(params),
             play_key(state),
             groups=options.groups,
             samples=options.group_size,
@@ -97,15 +107,17 @@ class TrainStep:
         )
 
     def update(
-        self, state: TrainState, episodes: Episodes, reference: Any, hp: HyperParameters
+        self, state: TrainState, episodes: Episodes, fixed: Fixed, hp: HyperParameters
     ) -> tuple[TrainState, Metrics]:
         """Learns from episodes: `passes` times over their rows, in `minibatches` optimiser steps each."""
         targets = self.algorithm.targets(_key(state, _CHOOSE), episodes, hp)
         rows, count = build_rows(episodes, targets.chosen, targets.visit, targets.weight, targets.target)
         if self.config.learn.old_logprobs == "recompute":
-            recomputed = self._log_prob(state.params, rows, count, hp)
+            recomputed = self._log_prob(join(state.params, fixed.params), rows, count, hp)
             rows = rows._replace(old_log_prob=recomputed, rollout_log_prob=rows.old_log_prob)
-        reference_log_prob = self._log_prob(reference, rows, count, hp) if self.algorithm.uses_reference else None
+        reference_log_prob = None
+        if self.algorithm.uses_reference:
+            reference_log_prob = self._log_prob(join(fixed.reference, fixed.params), rows, count, hp)
         minibatches = self.config.learn.minibatches
         shuffle = _key(state, _SHUFFLE)
 
@@ -116,7 +128,7 @@ class TrainStep:
             # Every minibatch answers for its share of the whole loss, scaled up, so that their mean is the whole loss.
             denominator = targets.denominator / minibatches
             params, opt_state = carry
-            grads, report = self._gradient(params, rows, order, span, reference_log_prob, denominator, hp)
+            grads, report = self._gradient(params, fixed.params, rows, order, span, reference_log_prob, denominator, hp)
             return self._apply(params, opt_state, grads, report, state.iteration, hp)
 
         numbers = jnp.arange(self.config.learn.passes * minibatches)
@@ -175,6 +187,7 @@ class TrainStep:
     def _gradient(
         self,
         params: Any,
+        frozen: Any,
         rows: Rows,
         order: Int[Array, " capacity"],
         span: tuple[Array, Array],
@@ -182,15 +195,15 @@ class TrainStep:
         denominator: Float[Array, ""],
         hp: HyperParameters,
     ) -> tuple[Any, "_Report"]:
-        """Gradient of the loss over a span of rows, a micro-batch at a time.
+        """Gradient of the loss over a span of rows with respect to `params`, a micro-batch at a time.
 
         The shared prefix is computed once: the micro-batches' gradients with respect to its keys and values are
         summed, and go through it once at the end.
         """
-        prefix, prefix_vjp = jax.vjp(self.policy.prefix, params)
+        prefix, prefix_vjp = jax.vjp(lambda params: self.policy.prefix(join(params, frozen)), params)
 
         def loss(params: Any, prefix: Prefix, batch: Rows, reference: Any) -> tuple[Array, _Report]:
-            statistics = self._statistics(params, prefix, batch, hp)
+            statistics = self._statistics(join(params, frozen), prefix, batch, hp)
             per_row = jax.vmap(self.algorithm.loss, in_axes=(0, 0, 0, 0, 0, 0, None))(
                 statistics, batch.sampled, batch.old_log_prob, batch.rollout_log_prob, reference, batch.target, hp
             )

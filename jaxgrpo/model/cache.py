@@ -15,17 +15,25 @@ class Prefix:
     """Keys and values of the static prompt, computed once and attended to by every row: no batch axis.
 
     Attributes:
-        keys: rotated keys; `prefix` is the number of prompt tokens and may be 0.
+        keys: rotated keys, one array a stack of layers; `prefix` is the number of prompt tokens and may be 0.
         values: values.
     """
 
-    keys: Float[Array, "layers prefix kv_heads head_dim"]
-    values: Float[Array, "layers prefix kv_heads head_dim"]
+    keys: tuple[Float[Array, "_ prefix kv_heads head_dim"], ...]
+    values: tuple[Float[Array, "_ prefix kv_heads head_dim"], ...]
 
     @property
     def length(self) -> int:
         """Number of prompt tokens, which is also the position of a row's first token."""
-        return self.keys.shape[1]
+        return self.keys[0].shape[1]
+
+    def by_layer(self) -> list[tuple[Array, Array]]:
+        """Keys and values of each layer, `[prefix, kv_heads, head_dim]`, from the lowest up."""
+        return [
+            (keys[index], values[index])
+            for keys, values in zip(self.keys, self.values, strict=True)
+            for index in range(keys.shape[0])
+        ]
 
 
 @jax.tree_util.register_dataclass

@@ -8,10 +8,11 @@ whole rows, `decode` for sampling token by token.
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -97,22 +98,48 @@ def declare(config: ModelConfig) -> dict[str, Declaration]:
     return table
 
 
+class Stack(NamedTuple):
+    """Consecutive layers whose parameters are kept, and trained or not, together."""
+
+    layers: int
+    trained: bool = True
+
+
 class Transformer(nnx.Module):
     """A decoder-only transformer.
 
     Shapes: `batch` rows, `tokens` per row, `prefix` prompt tokens, `width` residual stream, `vocab` embedding rows.
     A row's i-th valid token has position `prefix + i`; padding may stand anywhere in a row, `valid` alone tells it.
+
+    The layers are one stack where all are trained. Where only some are (`jaxgrpo.model.trained`), every run of trained
+    or of frozen layers is a stack of its own, and no gradient is computed below the first trained one.
     """
 
-    def __init__(self, config: ModelConfig, values: Mapping[str, Any]):
-        """Wraps `values`, one array (or abstract value) for each name of `declare(config)`."""
+    def __init__(self, config: ModelConfig, values: Mapping[str, Any], stacks: Sequence[Stack] = ()):
+        """Wraps `values`, one array (or abstract value) for each name of `declare(config)`.
+
+        Args:
+            config: the architecture.
+            values: parameters by name, those of the layers stacked over all of them.
+            stacks: how the layers are divided, from the lowest up; none is a single, trained stack.
+        """
         self.config = config
+        self.stacks = tuple(stacks) or (Stack(config.layers),)
         self.embedding = nnx.Param(values["embedding"])
         self.final_norm = nnx.Param(values["final_norm"])
         if not config.tie_embeddings:
             self.head_matrix = nnx.Param(values["head_matrix"])
         stacked = [name for name in declare(config) if name.startswith("layers.")]
-        self.layers = nnx.Dict({name.removeprefix("layers."): nnx.Param(values[name]) for name in stacked})
+        ends = np.cumsum([stack.layers for stack in self.stacks])
+        self.layers = nnx.List(
+            nnx.Dict(
+                {
+                    name.removeprefix("layers."): nnx.Param(_some_layers(values[name], end - stack.layers, end))
+                    for name in stacked
+                }
+            )
+            for stack, end in zip(self.stacks, ends.tolist(), strict=True)
+        )
 
     @classmethod
     def initial(cls, config: ModelConfig, key: PRNGKeyArray) -> "Transformer":
@@ -126,15 +153,23 @@ class Transformer(nnx.Module):
         )
 
     @classmethod
-    def abstract(cls, config: ModelConfig) -> "Transformer":
+    def abstract(cls, config: ModelConfig, stacks: Sequence[Stack] = ()) -> "Transformer":
         """A model of shapes and types only: for planning, for restoring checkpoints, for its graph definition."""
-        return cls(config, {name: declaration.abstract() for name, declaration in declare(config).items()})
+        return cls(config, {name: declaration.abstract() for name, declaration in declare(config).items()}, stacks)
+
+    def parameter(self, name: str) -> Array:
+        """A parameter by its name in `declare(config)`, those of the layers stacked over all of them."""
+        if not name.startswith("layers."):
+            return getattr(self, name)[...]
+        parts = [stack[name.removeprefix("layers.")][...] for stack in self.layers]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
     def prefill(self, ids: Int[Array, " prefix"]) -> Prefix:
         """Keys and values of the prompt shared by all rows; no tokens give an empty prefix."""
         config = self.config
         if ids.shape[0] == 0:
-            empty = jnp.zeros((config.layers, 0, config.kv_heads, config.head_dim), config.dtype)
+            shapes = [(stack.layers, 0, config.kv_heads, config.head_dim) for stack in self.stacks]
+            empty = tuple(jnp.zeros(shape, config.dtype) for shape in shapes)
             return Prefix(empty, empty)
         positions = jnp.arange(ids.shape[0])[None]
         mask = jnp.tril(jnp.ones((ids.shape[0], ids.shape[0]), bool))[None]
@@ -147,7 +182,8 @@ class Transformer(nnx.Module):
             )
             return hidden, (keys[0], values[0])
 
-        _, (keys, values) = self._scan(body, self._embed(ids[None]), self._stacked())
+        _, made = self._scan(body, self._embed(ids[None]), self._stacked())
+        keys, values = zip(*made, strict=True)
         return Prefix(keys, values)
 
     def forward(
@@ -165,7 +201,7 @@ class Transformer(nnx.Module):
             ids: tokens; any id at padding.
             positions: rotary positions; a row's i-th valid token has `prefix.length + i`.
             valid: which tokens belong to the row; hidden states elsewhere are finite and meaningless.
-            prefix: from `prefill`; gradients flow into it.
+            prefix: from `prefill`; gradients flow into it, but for the layers below the first trained one.
             remat: recompute each layer in the backward pass instead of keeping its activations.
         """
         config = self.config
@@ -180,7 +216,10 @@ class Transformer(nnx.Module):
             ], None
 
         body = jax.checkpoint(body) if remat else body
-        hidden, _ = self._scan(body, self._embed(ids), (self._stacked(), prefix.keys, prefix.values))
+        layers = list(zip(self._stacked(), prefix.keys, prefix.values, strict=True))
+        frozen = next((i for i, stack in enumerate(self.stacks) if stack.trained), len(self.stacks))
+        layers[:frozen] = jax.lax.stop_gradient(layers[:frozen])
+        hidden, _ = self._scan(body, self._embed(ids), layers)
         return _rms_norm(hidden, self.final_norm[...], config)
 
     def init_cache(self, batch: int, slots: int) -> DecodeCache:
@@ -190,8 +229,11 @@ class Transformer(nnx.Module):
     def decode_params(self) -> tuple[LayerParams, ...]:
         """The layers' parameters, one tree a layer matrices in the compute type; make them outside a decoding loop."""
         dtype = self.config.dtype
-        stacked = {name: x if name.endswith("norm") else x.astype(dtype) for name, x in self._stacked().items()}
-        return tuple({name: x[index] for name, x in stacked.items()} for index in range(self.config.layers))
+        layers = []
+        for stack, params in zip(self.stacks, self._stacked(), strict=True):
+            cast = {name: x if name.endswith("norm") else x.astype(dtype) for name, x in params.items()}
+            layers += [{name: x[index] for name, x in cast.items()} for index in range(stack.layers)]
+        return tuple(layers)
 
     def decode(
         self,
@@ -227,12 +269,11 @@ class Transformer(nnx.Module):
         hidden = self._embed(ids)
         all_keys, all_values = [], []
 
-        for index, params in enumerate(layers):
+        for index, (params, shared) in enumerate(zip(layers, prefix.by_layer(), strict=True)):
 
-            def attention(q: Array, k: Array, v: Array, index: int = index) -> Array:
+            def attention(q: Array, k: Array, v: Array, index: int = index, shared: Any = shared) -> Array:
                 all_keys.append(write_slots(cache.keys[index], k, cache.cursor))
                 all_values.append(write_slots(cache.values[index], v, cache.cursor))
-                shared = prefix.keys[index], prefix.values[index]
                 return _attend(config, q, all_keys[-1], all_values[-1], mask, *shared)
 
             hidden = _block(config, params, hidden, angles, attention)[0]
@@ -259,14 +300,28 @@ class Transformer(nnx.Module):
         """Scores of the given tokens only, float32: `logits` gathered at `tokens` without computing the rest."""
         return _product("...d,...ad->...a", hidden, self.head()[tokens], self.config, jnp.float32)
 
-    def _stacked(self) -> dict[str, Array]:
-        return {name: parameter[...] for name, parameter in self.layers.items()}
+    def _stacked(self) -> list[dict[str, Array]]:
+        return [{name: parameter[...] for name, parameter in stack.items()} for stack in self.layers]
 
     def _embed(self, ids: Int[Array, "batch tokens"]) -> Float[Array, "batch tokens width"]:
         return self.embedding[...][ids].astype(self.config.dtype)
 
-    def _scan(self, body: Callable, carry: Array, stacked: Any) -> tuple[Array, Any]:
-        return jax.lax.scan(body, carry, stacked, unroll=self.config.layers <= UNROLLED_LAYERS)
+    def _scan(self, body: Callable, carry: Array, stacks: Sequence[Any]) -> tuple[Array, list[Any]]:
+        """Goes up through the layers, a scan a stack; also what `body` gave, stacked, for each stack."""
+        made = []
+        for stacked in stacks:
+            carry, out = jax.lax.scan(body, carry, stacked, unroll=self.config.layers <= UNROLLED_LAYERS)
+            made.append(out)
+        return carry, made
+
+
+def _some_layers(value: Any, first: int, end: int) -> Any:
+    """Layers `first` to `end - 1` of a stacked parameter, the value itself where that is all of them."""
+    if (first, end) == (0, value.shape[0]):
+        return value
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((end - first, *value.shape[1:]), value.dtype)
+    return value[first:end]
 
 
 def _block(

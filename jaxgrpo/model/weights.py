@@ -147,9 +147,9 @@ def save_pretrained(
 def _hf_tensors(model: Transformer):
     for name, declaration in declare(model.config).items():
         if not name.startswith("layers."):
-            yield _NAMES[name].hf, np.asarray(getattr(model, name)[...])
+            yield _NAMES[name].hf, np.asarray(model.parameter(name))
             continue
-        stacked = np.asarray(model.layers[name.removeprefix("layers.")][...])
+        stacked = np.asarray(model.parameter(name))
         for index, tensor in enumerate(stacked):
             shape = _file_shape(name, declaration)
             yield _NAMES[name].hf.format(index), np.ascontiguousarray(tensor.reshape(shape))

@@ -11,20 +11,17 @@ import pytest
 from jaxgrpo.build import Experiment
 from jaxgrpo.config import HyperParameters
 from jaxgrpo.episodes import Episodes
+from jaxgrpo.train_step import Fixed
 from tests.jaxgrpo.experiments import compiled, small
 from tests.jaxgrpo.jaxprs import array_shapes, selected_shapes
 
 FREE = {"constrain": False, "reply_limit": 6, "groups": 3, "group_size": 4}
 
 
-def copy(tree: Any) -> Any:
-    return jax.tree.map(jnp.copy, tree)
-
-
 def replayed(experiment: Experiment, seed: int = 0, ragged: bool = False) -> tuple[Any, Episodes]:
     """A state and episodes played from it, with returns that differ within every group."""
     state = experiment.init()
-    episodes = compiled(experiment, "rollout")(state, experiment.hyperparameters)
+    episodes = compiled(experiment, "rollout")(state, experiment.fixed, experiment.hyperparameters)
     noise = jax.random.normal(jax.random.key(seed), episodes.reward.shape)
     episodes = episodes._replace(reward=jnp.where(episodes.alive, noise, 0.0))
     if ragged:
@@ -45,8 +42,7 @@ def replayed(experiment: Experiment, seed: int = 0, ragged: bool = False) -> tup
 
 def updated(experiment: Experiment, state: Any, episodes: Episodes, **changes: Any) -> tuple[Any, dict[str, float]]:
     hp = dataclasses.replace(experiment.hyperparameters, **{k: jnp.float32(v) for k, v in changes.items()})
-    reference = experiment.init().params if experiment.train_step.algorithm.uses_reference else None
-    state, metrics = compiled(experiment, "update")(state, episodes, reference, hp)
+    state, metrics = compiled(experiment, "update")(state, episodes, experiment.fixed, hp)
     return state, {name: float(value) for name, value in metrics.items()}
 
 
@@ -130,7 +126,7 @@ def test_the_probability_of_better_actions_rises():
     experiment = small(groups=4, group_size=8, learning_rate=3e-3)
     state, shares = experiment.init(), []
     for _ in range(4):
-        episodes = compiled(experiment, "rollout")(state, experiment.hyperparameters)
+        episodes = compiled(experiment, "rollout")(state, experiment.fixed, experiment.hyperparameters)
         went_right = episodes.reply.action[..., 0] == 2
         shares.append(float(went_right.mean()))
         reward = jnp.zeros_like(episodes.reward).at[..., 0].set(went_right)
@@ -199,13 +195,12 @@ def test_changing_numbers_never_recompiles():
     experiment = small(algorithm="gigpo", **options)
     traces = 0
 
-    def step(state: Any, reference: Any, hp: HyperParameters) -> Any:
+    def step(state: Any, fixed: Fixed, hp: HyperParameters) -> Any:
         nonlocal traces
         traces += 1
-        return experiment.train_step(state, reference, hp)
+        return experiment.train_step(state, fixed, hp)
 
     compiled, state, hp = jax.jit(step), experiment.init(), experiment.hyperparameters
-    reference = copy(state.params)
     for name in (
         "learning_rate",
         "temperature",
@@ -224,7 +219,7 @@ def test_changing_numbers_never_recompiles():
         "gradient_clip",
     ):
         hp = dataclasses.replace(hp, **{name: getattr(hp, name) * 0.5})
-        state, metrics = compiled(state, reference, hp)
+        state, metrics = compiled(state, experiment.fixed, hp)
         assert all(np.isfinite(float(value)) for value in metrics.values()), name
     assert traces == 1
 
@@ -239,7 +234,7 @@ def test_members_under_vmap_are_the_solo_runs(options: dict[str, Any]):
     rates = jnp.array([1e-3, 3e-3])
 
     def step(state: Any, rate: Any) -> Any:
-        return experiment.train_step(state, None, dataclasses.replace(hp, learning_rate=rate))
+        return experiment.train_step(state, experiment.fixed, dataclasses.replace(hp, learning_rate=rate))
 
     together = jax.jit(jax.vmap(step))
     solo = jax.jit(step)
@@ -259,7 +254,7 @@ def test_no_cache_is_selected_when_members_play():
     experiment = small(constrain=False, reply_limit=40, rollout_rows=4, micro_batch=2, groups=2, group_size=3)
     state, hp = experiment.init(), experiment.hyperparameters
     states = jax.tree.map(lambda x: jnp.stack([x] * MEMBERS), state)
-    jaxpr = jax.make_jaxpr(jax.vmap(lambda state: experiment.train_step.rollout(state, hp)))(states)
+    jaxpr = jax.make_jaxpr(jax.vmap(lambda state: experiment.train_step.rollout(state, experiment.fixed, hp)))(states)
     config = experiment.policy.model(state.params).config
     cache = (MEMBERS, 4, experiment.game.max_tokens + 39, config.kv_heads, config.head_dim)
     assert cache in array_shapes(jaxpr), "the cache is not where the test looks for it"
@@ -275,6 +270,6 @@ def test_no_gradient_is_selected_when_members_learn():
     state, episodes = replayed(experiment)
     stacked = jax.tree.map(lambda x: jnp.stack([x] * MEMBERS), (state, episodes))
     hp = experiment.hyperparameters
-    update = jax.vmap(lambda state, episodes: experiment.train_step.update(state, episodes, None, hp))
+    update = jax.vmap(lambda state, episodes: experiment.train_step.update(state, episodes, experiment.fixed, hp))
     embedding = (MEMBERS, *state.params["embedding"].shape)
     assert selected_shapes(jax.make_jaxpr(update)(*stacked)).count(embedding) == 3

@@ -226,8 +226,7 @@ def test_declarations_match_the_values():
         declarations = declare(config)
         assert len(jax.tree.leaves(nnx.split(model)[1])) == len(declarations)
         for name, declaration in declarations.items():
-            owner = model.layers if name.startswith("layers.") else vars(model)
-            value = np.asarray(owner[name.removeprefix("layers.")][...])
+            value = np.asarray(model.parameter(name))
             assert value.shape == declaration.shape == declaration.abstract().shape
             assert value.dtype == declaration.dtype
             assert len(declaration.axes) == len(declaration.shape)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Int
 
 from envs_jax.environment import Environment, EnvironmentState
 from envs_jax.frozen_lake import GOAL, FrozenLake
+from envs_jax.players import positions
 from envs_jax.snake import APPLE, BANANA, FIRE, NOTHING, Snake, SnakeParams, SnakeState
 from envs_jax.text.grammar import Constraint, Reader, ReplyMode
 from envs_jax.text.renderer import Renderer, compile_template
@@ -81,13 +82,25 @@ class TextGame:
     def with_shots(self, count: int) -> "TextGame":
         """The same game with example turns in its prompt, for models that learn the form of a reply by example.
 
-        They show start states of a fixed seed, and the actions in turn: what is to be learned from them is the form
-        alone. They belong to the shared prefix, so that their cost does not grow with the steps that are played.
+        They show every action word in turn, each in a position of a fixed seed in which the strongest player known for
+        the game (`players_of`) chooses it. They belong to the shared prefix, so that their cost does not grow with the
+        steps that are played.
+
+        Raises:
+          GameError: an action is not the player's choice in any of the positions looked at.
         """
+        if count == 0:
+            return dataclasses.replace(self, shots=())
+        states, chosen = jax.device_get(positions(self.environment, jax.random.key(0), self.params))
         shots = []
         for number in range(count):
-            _, state = self.environment.reset(jax.random.fold_in(jax.random.key(0), number), self.params)
-            shots.append((self.text(state), _reply_form(self.actions[number % len(self.actions) :], self.reply)))
+            words = self.actions[number % len(self.actions) :]
+            found = np.flatnonzero(chosen == number % len(self.actions))
+            if not found.size:
+                raise GameError(f"{self.name}: no position found in which {words[0]!r} is a good move; give shots 0")
+            # From all over the game: positions are in the order of their steps.
+            index = found[(number + 1) * found.size // (count + 1)]
+            shots.append((self.text(jax.tree.map(lambda x, i=index: x[i], states)), _reply_form(words, self.reply)))
         return dataclasses.replace(self, shots=tuple(shots))
 
 

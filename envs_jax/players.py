@@ -5,6 +5,7 @@ Each is a pure function of an environment (static), a key, a state and parameter
 that play a game.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,12 +23,37 @@ Player = Callable[[Any, PRNGKeyArray, Any, Any], Int32[Array, ""]]
 
 
 def players_of(environment: Environment) -> Mapping[str, Player]:
-    """The players that a game knows, by name; `random` plays every game."""
+    """The players that a game knows, by name, the weakest first; `random` plays every game."""
     own: dict[type[Environment], dict[str, Player]] = {
         FrozenLake: {"optimal": optimal},
         Snake: {"safe-random": safe, "greedy": greedy},
     }
     return {"random": uniform, **own.get(type(environment), {})}
+
+
+@functools.partial(jax.jit, static_argnames=("environment", "games"))
+def positions(
+    environment: Environment, key: PRNGKeyArray, params: Any, games: int = 256
+) -> tuple[Any, Int32[Array, " positions"]]:
+    """Positions of the first half of randomly played games, step by step, and the strongest known player's actions.
+
+    Returns:
+      States, `positions` is steps times games; and an action in each, -1 where the game was over.
+    """
+    player = [*players_of(environment).values()][-1]
+
+    def step(state: Any, key: PRNGKeyArray) -> tuple[Any, tuple[Any, Array]]:
+        keys = jax.random.split(key, (3, games))
+        chosen = jax.vmap(lambda k, s: player(environment, k, s, params))(keys[0], state)
+        over = state.terminated | state.truncated
+        moves = jax.vmap(lambda k, s: uniform(environment, k, s, params))(keys[1], state)
+        after = jax.vmap(lambda k, s, a: environment.step(k, s, a, params)[1])(keys[2], state, moves)
+        return after, (state, jnp.where(over, -1, chosen))
+
+    begin, onward = jax.random.split(key)
+    start = jax.vmap(lambda k: environment.reset(k, params)[1])(jax.random.split(begin, games))
+    _, found = jax.lax.scan(step, start, jax.random.split(onward, max(1, environment.max_steps // 2)))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
 
 
 def uniform(environment: Environment, key: PRNGKeyArray, state: EnvironmentState, params: object) -> Int32[Array, ""]:

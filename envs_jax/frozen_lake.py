@@ -288,7 +288,10 @@ def optimal_values(
 def optimal_action(
     values: Float32[Array, "steps size size"], state: FrozenLakeState, params: FrozenLakeParams
 ) -> Int32[Array, ""]:
-    """An action of optimal play (the first of equals) in a state of the game that `values` was computed for.
+    """An action of optimal play in a state of the game that `values` was computed for.
+
+    Of actions that are equally good, to 1e-6, it is the one that gains most with fewer steps left: who plays it does
+    not dawdle while there is time.
 
     Args:
         values: `optimal_values(state.board, params, horizon)`, with the game's `max_steps` as horizon.
@@ -298,7 +301,10 @@ def optimal_action(
     horizon = values.shape[0] - 1
     after_this_step = jnp.maximum(horizon - state.time - 1, 0)
     row, column = state.position
-    return _action_values(values[after_this_step], state.board, params)[:, row, column].argmax().astype(jnp.int32)
+    gains = jax.vmap(lambda v: _action_values(v, state.board, params)[:, row, column])(values)
+    best = gains[after_this_step] >= gains[after_this_step].max() - 1e-6
+    sooner = jnp.sum(gains, axis=0, where=(jnp.arange(horizon + 1) < after_this_step)[:, None])
+    return jnp.where(best, sooner, -jnp.inf).argmax().astype(jnp.int32)
 
 
 def _turn_probabilities(success_rate: Float[Array, ""]) -> Float[Array, "3"]:

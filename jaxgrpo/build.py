@@ -138,6 +138,7 @@ def build(config: TrainConfig) -> Experiment:
         UnsupportedModelError: the model has a feature that is not computed here.
     """
     model = _Model.find(config.model, config.learn.train_layers)
+    start = _Start.find(config)
     options = config.play
     text_game = make_game(config.game, style=options.style, reply=options.reply, shots=options.shots)
     game = tokenize_game(text_game, model.tokenizer, reply_limit=options.reply_limit, constrain=options.constrain)
@@ -160,7 +161,7 @@ def build(config: TrainConfig) -> Experiment:
         remat=model.config.layers > _LAYERS_KEPT,
     )
     step = TrainStep(policy, game, _algorithm(config), config)
-    return Experiment(config, game, step, model, _Start.find(config))
+    return Experiment(config, game, step, model, start)
 
 
 def _key(seed: int, purpose: int) -> jax.Array:

@@ -24,6 +24,8 @@ from jaxgrpo.trainer import train
 from tests.jaxgrpo.test_trainer import _config, _record, _train
 from tests.jaxgrpo.toy import Toy
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(scope="module")
 def endpoint():
@@ -71,7 +73,8 @@ def on_disk(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
+def no_curves(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trainer.report, "draw_curve", lambda folder: None)
 
 
@@ -121,7 +124,7 @@ _train(_config(out), signals={at: signal.SIGKILL})
 def test_killed_in_a_store_and_resumed_is_as_never_stopped(bucket, on_disk, whole, capsys):
     """Killed after its first checkpoint is whole, or the moment after that checkpoint was begun."""
     out, at = f"{bucket}/killed-{whole}", 8 if whole == "whole" else 6
-    killed = subprocess.run([sys.executable, "-c", _KILLED, out, str(at), whole], timeout=120)
+    killed = subprocess.run([sys.executable, "-c", _KILLED, out, str(at), whole], cwd=ROOT, timeout=120)
     assert killed.returncode == -signal.SIGKILL
     folder = RunFolder.at(out, option="--run")
     rows = [row["iteration"] for row in read_rows(folder.metrics)]
@@ -214,8 +217,7 @@ class _ReadOnly(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_bucket_that_may_only_be_read_is_one_line(endpoint, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_bucket_that_may_only_be_read_is_one_line(endpoint, capsys):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _ReadOnly) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

@@ -1,5 +1,6 @@
 """From a configuration to the objects it names: the only place where names become models, games and algorithms."""
 
+import contextlib
 import dataclasses
 import functools
 from pathlib import Path
@@ -16,13 +17,16 @@ from jaxgrpo.algorithms.algorithm import Algorithm
 from jaxgrpo.algorithms.gigpo import GiGPO
 from jaxgrpo.algorithms.ms_grpo import MSGRPO
 from jaxgrpo.algorithms.step_grpo import StepGRPO
-from jaxgrpo.config import ConfigError, HyperParameters, Switches, TrainConfig
+from jaxgrpo.checkpoints import Checkpoints
+from jaxgrpo.config import ConfigError, HyperParameters, Switches, TrainConfig, with_options
 from jaxgrpo.evaluation import Outcome, play_policy
 from jaxgrpo.model import weights
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.trained import join, parse_layers, restack, split_trained
 from jaxgrpo.model.transformer import Stack, Transformer
 from jaxgrpo.policy import LanguageAgentPolicy
+from jaxgrpo.records import RunFolder, digest, read_manifest
+from jaxgrpo.storage import AnyPath
 from jaxgrpo.train_step import Fixed, Metrics, TrainState, TrainStep
 
 _WEIGHTS, _RUN = 0, 1
@@ -43,6 +47,7 @@ class Experiment:
     game: TokenizedGame
     train_step: TrainStep
     _model: "_Model"
+    _start: "_Start | None" = None
 
     @property
     def policy(self) -> LanguageAgentPolicy:
@@ -54,23 +59,38 @@ class Experiment:
         """The configuration's traced numbers."""
         return HyperParameters.from_config(self.config)
 
+    @property
+    def origin(self) -> dict[str, Any] | None:
+        """Run, iteration and digest of the parameters that `init` took from another run (`--init-from`), else None."""
+        return self._start and self._start.record()
+
     @functools.cached_property
     def fixed(self) -> Fixed:
         """What the run never changes: what is frozen, and the starting model where the algorithm compares with it."""
         uses_reference = self.train_step.algorithm.uses_reference
         if self._model.all_trained and not uses_reference:
             return Fixed(nnx.State({}), None)
-        trained, frozen = self._model.params(self._key(_WEIGHTS))
+        trained, frozen = self._initial()
         return Fixed(frozen, trained if uses_reference else None)
 
     def init(self) -> TrainState:
-        """The state before the first iteration: the model's own weights, or weights drawn from the seed."""
-        params, _ = self._model.params(self._key(_WEIGHTS))
+        """The state before the first iteration: another run's parameters, the model's own, or drawn from the seed."""
+        return self._state(self._initial()[0])
+
+    def template(self) -> TrainState:
+        """A state whose arrays are like those of `init`; of another run's parameters it needs nothing."""
+        return self._state(self._model.divide(self._model.whole(self.config.seed))[0])
+
+    def _initial(self) -> tuple[Any, Any]:
+        """Trained and frozen parameters before the first iteration."""
+        return self._model.divide(_whole_at_start(self.config, self._model, self._start))
+
+    def _state(self, params: Any) -> TrainState:
         return TrainState(
             params=params,
             opt_state=jax.jit(self.train_step.init_optimizer)(params, self.hyperparameters),
             algorithm_state=(),
-            key=self._key(_RUN),
+            key=_key(self.config.seed, _RUN),
             iteration=jnp.int32(0),
         )
 
@@ -95,7 +115,7 @@ class Experiment:
         return play_policy(
             self.policy,
             self.game.scored,
-            join(params, self.fixed.params),
+            params if self._model.all_trained else join(params, self.fixed.params),
             episodes=episodes,
             temperature=temperature,
             seed=seed,
@@ -105,9 +125,6 @@ class Experiment:
     @functools.cached_property
     def _compiled(self) -> Any:
         return jax.jit(self.train_step, donate_argnums=0)
-
-    def _key(self, purpose: int) -> jax.Array:
-        return jax.random.fold_in(jax.random.key(self.config.seed), purpose)
 
 
 def build(config: TrainConfig) -> Experiment:
@@ -121,6 +138,7 @@ def build(config: TrainConfig) -> Experiment:
         UnsupportedModelError: the model has a feature that is not computed here.
     """
     model = _Model.find(config.model, config.learn.train_layers)
+    start = _Start.find(config)
     options = config.play
     text_game = make_game(config.game, style=options.style, reply=options.reply, shots=options.shots)
     game = tokenize_game(text_game, model.tokenizer, reply_limit=options.reply_limit, constrain=options.constrain)
@@ -142,7 +160,12 @@ def build(config: TrainConfig) -> Experiment:
         truncate_top_p=Switches.from_config(config).top_p,
         remat=model.config.layers > _LAYERS_KEPT,
     )
-    return Experiment(config, game, TrainStep(policy, game, _algorithm(config), config), model)
+    step = TrainStep(policy, game, _algorithm(config), config)
+    return Experiment(config, game, step, model, start)
+
+
+def _key(seed: int, purpose: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(seed), purpose)
 
 
 _LAYERS_KEPT = 4
@@ -162,26 +185,104 @@ def _shortest_reply(game: TokenizedGame) -> int:
     return min(len(game.tokenizer.encode(form.format(word))) for word in game.game.actions)
 
 
-def restore_params(folder: Path) -> tuple[TrainConfig, Any]:
-    """A run's configuration and its parameters as of the last checkpoint.
+def restore_params(folder: AnyPath | str) -> tuple[TrainConfig, Any]:
+    """A run's configuration, as for going on with it, and its trained parameters as of the last checkpoint.
 
     Raises:
         ConfigError: the folder holds no run, or a run without a checkpoint.
     """
-    from jaxgrpo.checkpoints import Checkpoints
-    from jaxgrpo.records import RunFolder
+    run, config, iteration = _last_checkpoint(str(folder), option="--run")
+    return config, _trained_at(run, iteration, _Model.find(config.model, config.learn.train_layers))
 
-    run = RunFolder(folder)
+
+def _last_checkpoint(text: str, *, option: str) -> tuple[RunFolder, TrainConfig, int]:
+    """The run in a folder that an option names, its configuration as resumed, and its last checkpoint's iteration."""
+    run = RunFolder.at(text, option=option)
     if not run.config.exists():
-        raise ConfigError(f"--run {folder}: holds no run; give a folder that `jaxgrpo train` made.")
-    config = run.read_config()
-    checkpoints = Checkpoints(run.checkpoints, keep=config.run.keep)
-    latest = checkpoints.latest
+        raise ConfigError(f"{option} {text}: holds no run; give a folder that `jaxgrpo train` made.")
+    config = with_options(run.read_config(), {"out": text, "resume": True})
+    with contextlib.closing(Checkpoints(run.checkpoints, keep=None)) as checkpoints:
+        latest = checkpoints.latest
     if latest is None:
-        raise ConfigError(f"--run {folder}: holds no checkpoint yet; let the run reach its first one.")
-    state = checkpoints.restore(latest, build(config).init())
-    checkpoints.close()
-    return config, state.params
+        raise ConfigError(f"{option} {text}: holds no checkpoint yet; let the run reach its first one.")
+    return run, config, latest
+
+
+def _trained_at(run: RunFolder, iteration: int, model: "_Model") -> Any:
+    """The trained parameters, and nothing else, of a checkpoint made with the model."""
+    with contextlib.closing(Checkpoints(run.checkpoints, keep=None)) as checkpoints:
+        return checkpoints.restore_params(iteration, model.abstract_trained())
+
+
+def _whole_at(run: RunFolder, config: TrainConfig, iteration: int) -> Any:
+    """All parameters of a run at a checkpoint, layers in one stack: what it trained, and the rest as it began."""
+    model = _Model.find(config.model, config.learn.train_layers)
+    trained = _trained_at(run, iteration, model)
+    if model.all_trained:
+        return trained
+    _, frozen = model.divide(_whole_at_start(config, model, _Start.find(config)))
+    return model.unite(trained, frozen)
+
+
+def _whole_at_start(config: TrainConfig, model: "_Model", start: "_Start | None") -> Any:
+    """All parameters before a run's first iteration, layers in one stack."""
+    return model.whole(config.seed) if start is None else start.params(config.model)
+
+
+@dataclasses.dataclass
+class _Start:
+    """The checkpoint of another run from which a run takes its starting parameters."""
+
+    run: str
+    iteration: int
+    digest: str | None = None
+    """Of the parameters, once they were read here or in an earlier session."""
+
+    @classmethod
+    def find(cls, config: TrainConfig) -> "_Start | None":
+        """The last checkpoint of `init_from`; of a resumed run the one it was begun with, not looked for until needed.
+
+        Raises:
+            ConfigError: no run is there, no checkpoint, or it is another model's.
+        """
+        if config.init_from is None:
+            return None
+        if config.run.resume and (begun := RunFolder.of(config).manifest).exists():
+            origin = read_manifest(begun)["init_from"]
+            return cls(origin["run"], origin["iteration"], origin["digest"])
+        _, stored, iteration = _last_checkpoint(config.init_from, option="--init-from")
+        if Path(stored.model).name != Path(config.model).name:
+            raise ConfigError(
+                f"--init-from {config.init_from}: is a run of --model {stored.model}, and this one is of "
+                f"--model {config.model}; give the same model."
+            )
+        return cls(config.init_from, iteration)
+
+    def params(self, model: str) -> Any:
+        """All parameters of the model of that name, layers in one stack, the same at every call and in every session.
+
+        Raises:
+            ConfigError: the checkpoint is gone, is another one now, or is another model's.
+        """
+        run, config, latest = _last_checkpoint(self.run, option="--init-from")
+        if not (run.checkpoints / str(self.iteration)).exists():
+            raise ConfigError(
+                f"--init-from {self.run}: this run began with its checkpoint {self.iteration}, which is gone (the last "
+                f"one is {latest}); put it back, or start in another folder."
+            )
+        params = _whole_at(run, dataclasses.replace(config, model=model), self.iteration)
+        found = f"{int(digest(params)):08x}"
+        if self.digest not in (None, found):
+            raise ConfigError(
+                f"--init-from {self.run}: its checkpoint {self.iteration} has other parameters than this run began "
+                f"with (digest {found}, not {self.digest}); put it back, or start in another folder."
+            )
+        self.digest = found
+        return params
+
+    def record(self) -> dict[str, Any]:
+        """What the manifest says of it."""
+        return dataclasses.asdict(self)
 
 
 def _algorithm(config: TrainConfig) -> Algorithm:
@@ -222,15 +323,26 @@ class _Model:
     def all_trained(self) -> bool:
         return all(stack.trained for stack in self.stacks)
 
-    def params(self, key: jax.Array) -> tuple[Any, Any]:
-        """Trained and frozen parameters, read from the model's files or, where it has none, drawn from the key."""
-        if self.path.suffix == ".json":
-            params = jax.jit(functools.partial(weights.init, self.config))(key)
-        else:
-            params = weights.load(self.path, compute_dtype=self.config.compute_dtype)[1]
+    def abstract_trained(self) -> Any:
+        """Shapes and types of the parameters that are trained."""
+        return split_trained(nnx.split(Transformer.abstract(self.config, self.stacks))[1], self.stacks)[0]
+
+    def divide(self, whole: Any) -> tuple[Any, Any]:
+        """Trained and frozen parameters out of all, whose layers are in one stack."""
         if not self.all_trained:
-            params = restack(nnx.merge(nnx.split(Transformer.abstract(self.config))[0], params), self.stacks)
-        return split_trained(params, self.stacks)
+            whole = restack(nnx.merge(nnx.split(Transformer.abstract(self.config))[0], whole), self.stacks)
+        return split_trained(whole, self.stacks)
+
+    def unite(self, trained: Any, frozen: Any) -> Any:
+        """All parameters out of the two parts, their layers in one stack."""
+        graph = nnx.split(Transformer.abstract(self.config, self.stacks))[0]
+        return restack(nnx.merge(graph, join(trained, frozen)), (Stack(self.config.layers),))
+
+    def whole(self, seed: int) -> Any:
+        """All parameters, read from the model's files or, where it has none, drawn from the seed."""
+        if self.path.suffix == ".json":
+            return jax.jit(functools.partial(weights.init, self.config))(_key(seed, _WEIGHTS))
+        return weights.load(self.path, compute_dtype=self.config.compute_dtype)[1]
 
 
 def _compute_dtype() -> str:

@@ -34,7 +34,7 @@ class EvalOptions:
     """Play scenarios with a model, and beside it with players that need none: random, greedy, optimal where known."""
 
     run: str | None = None
-    """Folder of a run: its model as of the last checkpoint, its wording and reply options."""
+    """Folder of a run, here or gs://BUCKET/FOLDER: its model as of the last checkpoint, its wording and replies."""
     model: str | None = None
     """A model as in `jaxgrpo train --model`, without any training."""
     scenario: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class EvalOptions:
     seed: int = 0
     """Seed of the games and of sampling."""
     json: str | None = None
-    """Write the results to this file too."""
+    """Write the results to this file too, here or gs://BUCKET/FILE."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program's name; by default those of this process.
     """
     command, *words = (list(sys.argv[1:]) if argv is None else list(argv)) or ["--help"]
+    # Orbax (through absl) and gcsfs log a traceback for every error, a full disk say, before they raise it to us.
+    for name in ("absl", "gcsfs"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         if command in ("-h", "--help"):
             print(_overview(), end="")
@@ -86,6 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"jaxgrpo: {' '.join(str(error).split())}", file=sys.stderr)
         return Exit.USER_ERROR
+    except KeyboardInterrupt:
+        # Before training watches for signals, or in another command.
+        print("jaxgrpo: interrupted", file=sys.stderr)
+        return Exit.INTERRUPTED
 
 
 def _is_users(error: ValueError) -> bool:
@@ -104,8 +111,6 @@ def _train(words: list[str]) -> int:
     config = train_config(given)
     from jaxgrpo.trainer import train
 
-    # Orbax logs a traceback for every thread that meets an error, a full disk say, before it raises the error to us.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
     return train(config).exit
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jaxgrpo.cli import EvalOptions, PlayOptions
 from jaxgrpo.config import ConfigError, resolve
 from jaxgrpo.evaluation import evaluate_scenarios
 from jaxgrpo.stopping import Exit
+from jaxgrpo.storage import AnyPath, is_stored, open_path, require_writable, write_whole
 from jaxgrpo.trainer import use_compilation_cache
 
 
@@ -25,8 +25,7 @@ def eval_command(options: EvalOptions) -> int:
     """Play scenarios with a run's or a bare model, and with players that need none; print a table, write JSON."""
     if (options.run is None) == (options.model is None):
         raise ConfigError("eval: give either --run DIR or --model NAME_OR_PATH.")
-    if options.json is not None and not Path(options.json).parent.is_dir():
-        raise ConfigError(f"--json {options.json}: there is no folder {Path(options.json).parent}.")
+    written = None if options.json is None else _json_file(options.json)
     use_compilation_cache()
     results = evaluate_scenarios(
         options.run or resolve({"model": options.model}),
@@ -41,13 +40,25 @@ def eval_command(options: EvalOptions) -> int:
     console.print(
         f"{options.episodes} episodes each, temperature {options.temperature:g}; ± is a 95 % interval", markup=False
     )
-    if options.json is not None:
+    if written is not None:
+        data = (json.dumps(results, indent=2) + "\n").encode()
         try:
-            Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
+            # Not beside and renamed on this machine: the file may be /dev/stdout.
+            write_whole(written, data) if is_stored(written) else written.write_bytes(data)
         except OSError as error:
             raise ConfigError(f"--json {options.json}: cannot be written ({error.strerror}).") from None
         console.print(f"Written to {options.json}", markup=False, soft_wrap=True)
     return Exit.DONE
+
+
+def _json_file(text: str) -> AnyPath:
+    """The file to write results to, known to have a place before anything is played."""
+    path = open_path(text, option="--json")
+    if is_stored(path):
+        require_writable(path.parent, option="--json")
+    elif not path.parent.is_dir():
+        raise ConfigError(f"--json {text}: there is no folder {path.parent}.")
+    return path
 
 
 def _table(scenario: str, players: Mapping[str, Mapping[str, Any]]) -> Table:

@@ -83,7 +83,7 @@ class LearnConfig:
     tis_cap: float = 0.0
     """Cap on the importance weight recomputed / kept probability of a token (2 is usual); 0 is no weight."""
     kl_beta: float = 0.0
-    """Weight of the KL divergence to the starting model (k3 estimate per token)."""
+    """Weight of the KL divergence to the model this run starts with (k3 estimate per token)."""
     entropy_bonus: float = 0.0
     """Weight of the policy's entropy per sampled token."""
     aggregate: Literal["token", "sequence", "episode", "constant"] = "token"
@@ -123,7 +123,7 @@ class RunConfig:
     """Where a run goes and how often it looks up."""
 
     out: str | None = None
-    """Folder of the run; by default runs/GAME-MODEL-seedS."""
+    """Folder of the run, here or gs://BUCKET/FOLDER; by default runs/GAME-MODEL-seedS."""
     resume: bool = False
     """Go on from the last checkpoint in the folder."""
     max_seconds: float | None = None
@@ -156,6 +156,8 @@ class TrainConfig:
     """Learning algorithm: one advantage an episode, "gigpo" (and one a step, among equal states) or "step-grpo"."""
     model: str = "tiny"
     """"tiny", "smollm2-135m", a folder of Hugging Face files, a .gguf file, or a hub name."""
+    init_from: str | None = None
+    """Folder of a run of the same model: begin with the parameters of its last checkpoint, all else fresh."""
     preset: str | None = None
     """Set of defaults; by default the one made for the model."""
     iterations: int = 150

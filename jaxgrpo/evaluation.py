@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from jaxgrpo.config import ConfigError, TrainConfig
 from jaxgrpo.loops import while_any
 from jaxgrpo.policy import LanguageAgentPolicy, Sampling
 from jaxgrpo.rollout import Keys, chance, play, start
+from jaxgrpo.storage import AnyPath
 
 _HELD_OUT = 2
 """Folded into a seed's key: the stream that held-out episodes come from, which training never draws from."""
@@ -87,7 +87,7 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
 
 
 def evaluate_scenarios(
-    subject: TrainConfig | str | Path,
+    subject: TrainConfig | AnyPath | str,
     scenarios: Sequence[str],
     *,
     episodes: int = 50,
@@ -97,8 +97,8 @@ def evaluate_scenarios(
     """Plays named scenarios with a model and with the players that need none (`envs_jax.players.players_of`).
 
     Args:
-        subject: the folder of a run, whose last checkpoint plays with the run's wording and reply options; or a
-            configuration, whose model plays as it is before training.
+        subject: the folder of a run (also gs://), whose last checkpoint plays with the run's wording and reply options;
+            or a configuration, whose model plays as it is before training.
         scenarios: names of games; none is the subject's own game.
         episodes: of each scenario, the same for all players.
         temperature: of sampling; 0 is greedy.
@@ -119,7 +119,7 @@ def evaluate_scenarios(
         raise ConfigError(f"--episodes {episodes}: must be at least 1.")
     if not temperature >= 0:
         raise ConfigError(f"--temperature {temperature}: must be 0 or more.")
-    config, params = (subject, None) if isinstance(subject, TrainConfig) else restore_params(Path(subject))
+    config, params = (subject, None) if isinstance(subject, TrainConfig) else restore_params(subject)
     results = {}
     for name in scenarios or (config.game,):
         experiment = build(dataclasses.replace(config, game=name))

@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, UInt32
 
+from jaxgrpo import storage
 from jaxgrpo.config import ConfigError, TrainConfig, differing_results, flatten, from_tables, with_options
+from jaxgrpo.storage import AnyPath, write_whole
 
 SCHEMA_VERSION = 1
 
@@ -64,59 +66,63 @@ _FLAGS = re.compile(r"^(JAX_|XLA_|LIBTPU_)")
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run and the names of what it holds."""
+    """The folder of a run, on this machine or in a store, and the names of what it holds."""
 
-    path: Path
+    path: AnyPath
 
     @classmethod
     def of(cls, config: TrainConfig) -> "RunFolder":
         """The folder a configuration names, or runs/GAME-MODEL-seedS.
 
         Raises:
-            ConfigError: the folder is not on this machine (`gs://` and the like).
+            ConfigError: the folder is in a store that cannot be reached, or of an unknown kind.
         """
         if config.run.out is None:
             model = re.sub(r"[^\w.-]+", "-", Path(config.model).stem).strip("-") or "model"
             return cls(Path("runs") / f"{config.game}-{model}-seed{config.seed}")
-        if "://" in config.run.out:
-            raise ConfigError(f"--out {config.run.out}: only a folder on this machine is supported; give its path.")
-        return cls(Path(config.run.out).expanduser())
+        return cls.at(config.run.out, option="--out")
+
+    @classmethod
+    def at(cls, text: str, *, option: str) -> "RunFolder":
+        """The folder that an option names, see `storage.open_path`."""
+        return cls(storage.open_path(text, option=option))
 
     @property
-    def config(self) -> Path:
+    def config(self) -> AnyPath:
         """Options of the run."""
         return self.path / "config.json"
 
     @property
-    def manifest(self) -> Path:
+    def manifest(self) -> AnyPath:
         """What the run was made with, and how its sessions ended."""
         return self.path / "manifest.json"
 
     @property
-    def metrics(self) -> Path:
+    def metrics(self) -> AnyPath:
         """One JSON object per iteration."""
         return self.path / "metrics.jsonl"
 
     @property
-    def evaluations(self) -> Path:
+    def evaluations(self) -> AnyPath:
         """One JSON object per evaluation on held-out episodes."""
         return self.path / "evaluations.jsonl"
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> AnyPath:
         """One folder per checkpoint, named by the iterations it has behind it."""
         return self.path / "checkpoints"
 
     @property
-    def curve(self) -> Path:
+    def curve(self) -> AnyPath:
         """Plot of the run."""
         return self.path / "curve.png"
 
     @property
     def holds_run(self) -> bool:
         """Whether there is something here that a new run would write over."""
-        ours = (self.config, self.manifest, self.metrics, self.evaluations, self.checkpoints, self.curve)
-        return any(path.exists() for path in ours)
+        ours = (self.config, self.manifest, self.metrics, self.evaluations, self.curve)
+        # A session refused before it began leaves the folder of checkpoints empty.
+        return any(path.exists() for path in ours) or (self.checkpoints.exists() and any(self.checkpoints.iterdir()))
 
     def read_config(self) -> TrainConfig:
         """The configuration of the run in this folder.
@@ -125,7 +131,7 @@ class RunFolder:
             ConfigError: there is no run here, or its configuration cannot be read.
         """
         try:
-            stored = from_tables(json.loads(self.config.read_text()))
+            stored = from_tables(json.loads(self.config.read_bytes()))
         except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(f"{self.path}: holds no run (there is no config.json).") from None
         except (OSError, ValueError) as error:
@@ -145,9 +151,11 @@ class RunFolder:
             )
         if config.run.resume:
             self._agree(config)
+        if storage.is_stored(self.path):
+            return storage.require_writable(self.path, option="--out")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            _probe(self.path / ".probe")
+            _probe(Path(self.path) / ".probe")
         except OSError as error:
             raise ConfigError(
                 f"--out {self.path}: cannot be written ({_reason(error)}); give another folder."
@@ -191,18 +199,12 @@ def disk_is_full(error: BaseException) -> bool:
     return False
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: AnyPath, value: Mapping[str, Any]) -> None:
     """Write a JSON file so that at any moment either the old or the whole new one is there."""
-    beside = path.with_name(f".{path.name}.new")
-    with beside.open("w") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def write_config(path: Path, config: TrainConfig) -> None:
+def write_config(path: AnyPath, config: TrainConfig) -> None:
     """Write the configuration, sections nested, as `RunFolder.read_config` reads it."""
     write_json(path, dataclasses.asdict(config))
 
@@ -210,35 +212,30 @@ def write_config(path: Path, config: TrainConfig) -> None:
 class JsonLines:
     """A file of one JSON object per line, keyed by a rising "iteration"; what does not count as a number is null."""
 
-    def __init__(self, path: Path, *, keep: Callable[[int], bool] = lambda iteration: False) -> None:
+    def __init__(self, path: AnyPath, *, keep: Callable[[int], bool] = lambda iteration: False) -> None:
         """Open the file for appending, keeping only the rows whose iteration `keep` accepts (by default none)."""
         self.rows = [row for row in read_rows(path) if keep(row["iteration"])]
-        beside = path.with_name(f".{path.name}.new")
-        with beside.open("w") as file:
-            file.writelines(_line(row) for row in self.rows)
-        beside.replace(path)
-        self._file = path.open("a")
+        self._file = storage.open_lines(path, "".join(_line(row) for row in self.rows))
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row; it is with the operating system, and so safe from a kill, when this returns."""
+        """Write one row; when this returns it is safe from a kill, or in a store at the latest after `sync`."""
         self.rows.append(dict(row))
         self._file.write(_line(row))
-        self._file.flush()
 
     def sync(self) -> None:
-        """Have all rows on the disk, safe from a power cut."""
-        os.fsync(self._file.fileno())
+        """Have all rows on the disk, safe from a power cut, or in the store."""
+        self._file.sync()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: AnyPath) -> list[dict[str, Any]]:
     """All whole rows of a file of JSON lines, none where there is no file; a last line cut short is left out."""
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")
+    lines = path.read_bytes().decode().split("\n")
     return [json.loads(line) for line in lines[:-1]]
 
 
@@ -309,26 +306,33 @@ def state_digests(state: Any) -> dict[str, Any]:
     return {"iteration": int(state.iteration)} | {name: f"{int(digest(getattr(state, name))):08x}" for name in parts}
 
 
-def new_manifest(config: TrainConfig, state: Any) -> dict[str, Any]:
-    """The manifest of a run that starts from `state`: what made it, and what must agree to make it again."""
+def new_manifest(config: TrainConfig, state: Any, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The manifest of a run that starts from `state`: what made it, and what must agree to make it again.
+
+    Args:
+        config: the run.
+        state: before the first iteration.
+        origin: where its parameters come from, if from another run.
+    """
     return {
         "schema_version": SCHEMA_VERSION,
         "seed": config.seed,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        "init_from": origin,
         "digests": {"start": state_digests(state)},
         "machine": machine(),
         "sessions": [],
     }
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: AnyPath) -> dict[str, Any]:
     """The manifest of a run.
 
     Raises:
         ConfigError: it is missing, cannot be read, or has another schema version.
     """
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); put the file back, or start in another folder.") from None
     if manifest.get("schema_version") != SCHEMA_VERSION:

@@ -1,13 +1,14 @@
 """Pictures of a run, drawn from its records alone."""
 
 import contextlib
+import io
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxgrpo.records import RunFolder, read_rows
+from jaxgrpo.storage import AnyPath, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,13 +37,13 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def draw_curve(folder: RunFolder) -> Path:
+def draw_curve(folder: RunFolder) -> AnyPath:
     """Draws the run in a folder to its `curve.png`: success with the held-out evaluations, return, and health.
 
     Every panel shows the iterations as they were, faint, and a running mean over a twentieth of them.
     """
     rows, evaluations = read_rows(folder.metrics), read_rows(folder.evaluations)
-    with figure(folder.curve, 2, 3, size=(13, 6.4)) as (drawn, axes):
+    with figure(folder.curve, 2, 3, size=(13.0, 6.4)) as (drawn, axes):
         _draw_success(axes[0, 0], rows, evaluations)
         _draw_panel(axes[0, 1], rows, "return_mean", "Return per episode (± 1 std)", spread="return_std")
         _draw_panel(axes[0, 2], rows, "episode_length", "Steps per episode")
@@ -57,7 +58,9 @@ def draw_curve(folder: RunFolder) -> Path:
 
 
 @contextlib.contextmanager
-def figure(path: Path, rows: int, columns: int, *, size: tuple[float, float]) -> Iterator[tuple["Figure", np.ndarray]]:
+def figure(
+    path: AnyPath, rows: int, columns: int, *, size: tuple[float, float]
+) -> Iterator[tuple["Figure", np.ndarray]]:
     """A figure of `rows` by `columns` panels, `size` in inches, written to `path` in one go when it is left whole."""
     import matplotlib
 
@@ -68,9 +71,9 @@ def figure(path: Path, rows: int, columns: int, *, size: tuple[float, float]) ->
         drawn, axes = plt.subplots(rows, columns, figsize=size, sharex="col", layout="constrained", squeeze=False)
         try:
             yield drawn, axes
-            beside = path.with_name(f".{path.name}.new")
-            drawn.savefig(beside, dpi=130, format="png")
-            beside.replace(path)
+            picture = io.BytesIO()
+            drawn.savefig(picture, dpi=130, format="png")
+            write_whole(path, picture.getvalue())
         finally:
             plt.close(drawn)
 

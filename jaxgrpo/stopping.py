@@ -28,7 +28,7 @@ class Exit(enum.IntEnum):
 
 _MEANINGS = {
     Exit.DONE: "done: all iterations, or --max-seconds are over",
-    Exit.USER_ERROR: "a wrong option or file, or a full disk; one line on standard error says which",
+    Exit.USER_ERROR: "a wrong option or file, a full disk, a store out of reach; one line on standard error says which",
     Exit.NON_FINITE: f"given up: {SKIPPED_LIMIT} iterations in a row had no finite gradient",
     Exit.INTERRUPTED: "interrupted (SIGINT), a checkpoint is written; a second SIGINT aborts at once, without",
     Exit.PREEMPTED: "preempted (SIGTERM), a checkpoint is written",

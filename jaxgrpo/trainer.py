@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -31,6 +30,7 @@ from jaxgrpo.records import (
     write_json,
 )
 from jaxgrpo.stopping import SKIPPED_LIMIT, Exit, StopSignals
+from jaxgrpo.storage import AnyPath, is_stored
 
 
 @runtime_checkable
@@ -41,8 +41,15 @@ class Trainable(Protocol):
     def hyperparameters(self) -> Any:
         """Traced numbers, given to every step."""
 
+    @property
+    def origin(self) -> dict[str, Any] | None:
+        """Where the parameters of the state that `init` gave come from, if from another run, for the manifest."""
+
     def init(self) -> Any:
         """The train state before the first iteration, with `params`."""
+
+    def template(self) -> Any:
+        """A state whose arrays are like those of `init`, their values without meaning."""
 
     def step(self, state: Any, hyperparameters: Any, /) -> tuple[Any, dict[str, jax.Array]]:
         """One iteration: the next state (the given one is donated) and its metrics, float32 scalars."""
@@ -56,7 +63,7 @@ class Trainable(Protocol):
 class Run:
     """How a session of training ended."""
 
-    folder: Path
+    folder: AnyPath
     """Folder of the run."""
     iteration: int
     """Iterations the run has behind it."""
@@ -87,7 +94,7 @@ def train(config: TrainConfig, *, experiment: Trainable | None = None, quiet: bo
     try:
         experiment = experiment or _build(config)
     except BaseException:
-        if is_new:
+        if is_new and not is_stored(folder.path):
             folder.path.rmdir()  # it is empty still: a mistake in the options leaves nothing behind
         raise
     display = Display(quiet=quiet)
@@ -146,9 +153,9 @@ class _Session:
         opened.callback(display.stop)
         self.checkpoints = Checkpoints(folder.checkpoints, keep=config.run.keep)
         opened.callback(self.checkpoints.abandon)
-        self.state = experiment.init()
-        self._require_space()
         start = self.checkpoints.latest
+        self.state = experiment.init() if start is None else experiment.template()
+        self._require_space()
         if start is None:
             self._begin()
         else:
@@ -161,6 +168,8 @@ class _Session:
     # -- Start ------------------------------------------------------------------------------------------------------
 
     def _require_space(self) -> None:
+        if is_stored(self.folder.path):
+            return
         needed, free = bytes_of(self.state), shutil.disk_usage(self.folder.path).free
         if free < needed:
             raise ConfigError(
@@ -173,7 +182,7 @@ class _Session:
             self.display.say("The run was stopped before its first checkpoint: starting it again.")
         self.iteration = 0
         self._open_rows(lambda i: False)
-        self.manifest = new_manifest(self.config, self.state)
+        self.manifest = new_manifest(self.config, self.state, self.experiment.origin)
         write_config(self.folder.config, self.config)
         self._record_session()
 
@@ -216,6 +225,7 @@ class _Session:
         self.display.stop()
         if ending == Exit.DONE:
             self._evaluate()
+            self.evaluations.sync()
         self.checkpoints.wait()
         return self._finish(ending)
 

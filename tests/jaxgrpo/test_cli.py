@@ -3,6 +3,7 @@ import importlib.util
 import io
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,10 +21,11 @@ from jax.experimental.compilation_cache import compilation_cache
 import jaxgrpo
 from envs_jax.games import make_game, tokenize_game
 from envs_jax.text.tokenizer import TextTokenizer
+from jaxgrpo.build import restore_params
 from jaxgrpo.checkpoints import Checkpoints
 from jaxgrpo.cli import EvalOptions, TrainOptions, main, read_options, train_config
-from jaxgrpo.config import TrainConfig, flatten, resolve
-from jaxgrpo.records import RunFolder, read_rows, without_timings
+from jaxgrpo.config import ConfigError, TrainConfig, flatten, resolve
+from jaxgrpo.records import RunFolder, new_manifest, read_rows, without_timings, write_config, write_json
 from jaxgrpo.stopping import Exit
 
 ROOT = Path(__file__).parents[2]
@@ -171,10 +174,14 @@ def test_resume_refuses(trained, tmp_path, capsys):
         ("train --model cut.gguf", r"\S*cut\.gguf is not a whole GGUF file"),
         ("train --preset tinny", r"--preset tinny: unknown; allowed are tiny, smollm2, paper\."),
         ("train --config none.toml", r"--config none\.toml: no such file\."),
-        ("train --out gs://bucket/run", r"--out gs://bucket/run: only a folder"),
+        ("train --out s3://bucket/run", r"--out s3://bucket/run: s3:// is not supported; give a folder .* or gs://"),
+        ("train --init-from none", r"--init-from none: holds no run; give a folder that"),
+        ("train --init-from az://x/y", r"--init-from az://x/y: az:// is not supported"),
         ("train --out /proc/run", r"--out /proc/run: cannot be written \(.+\); give another folder\."),
         ("eval", r"eval: give either --run DIR or --model NAME_OR_PATH\."),
         ("eval --run none", r"--run none: holds no run"),
+        ("eval --run hf://x/y", r"--run hf://x/y: hf:// is not supported"),
+        ("eval --model tiny --json s3://x/y", r"--json s3://x/y: s3:// is not supported"),
         ("eval --model tiny --scenario", r"--scenario: needs a value\."),
         ("eval --model tiny --episodes 0", r"--episodes 0: must be at least 1\."),
         ("eval --model tiny --json none/x.json", r"--json none/x\.json: there is no folder none\."),
@@ -356,3 +363,133 @@ def test_train_and_evaluate_from_python(trained, tmp_path):
 def test_an_option_given_again_adds_to_a_list_and_otherwise_overrides():
     words = ["--scenario", "a", "b", "--episodes", "3", "--scenario=c", "--episodes", "4"]
     assert read_options(EvalOptions, words) == {"scenario": ("a", "b", "c"), "episodes": 4}
+
+
+def test_init_from_begins_with_the_parameters_of_another_run(trained, tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(trained, first)
+    words = ["train", "--out", str(second), *SMALL, "--seed", "9", "--iterations", "1", "--init-from", str(first)]
+    assert main(words) == Exit.DONE
+    manifest = json.loads((second / "manifest.json").read_text())
+    digests, before = manifest["digests"], json.loads((trained / "manifest.json").read_text())["digests"]
+    assert digests["start"]["params"] == before["end"]["params"] != digests["end"]["params"]
+    assert digests["start"]["opt_state"] == before["start"]["opt_state"]
+    assert digests["start"]["key"] != before["start"]["key"]
+    assert digests["start"]["iteration"] == 0
+    assert manifest["init_from"] == {"run": str(first), "iteration": 6, "digest": before["end"]["params"]}
+    evaluations = [read_rows(out / "evaluations.jsonl") for out in (trained, second)]
+    assert without_timings(evaluations[0][-1]) | {"iteration": 0} == without_timings(evaluations[1][0])
+    line = rf"--resume: .* was made with --init-from {first} \(not {trained}\); keep its options\."
+    _fails(["train", "--out", str(second), "--resume", "--init-from", str(trained)], line, capsys)
+
+
+def test_the_reference_stays_what_the_run_began_with(trained, tmp_path):
+    """Also where game and algorithm differ, and when the run is resumed after the other one went on."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(trained, first)
+    shutil.copytree(trained / "checkpoints" / "6", first / "checkpoints" / "9")
+    began = {"game": "frozen-lake-slippery", "algorithm": "step-grpo", "kl_beta": 0.1, "seed": 9}
+    config = resolve({**began, "init_from": str(first), "out": str(second)})
+    experiment = jaxgrpo.make_train_step(config)
+    params = experiment.init().params
+    chex.assert_trees_all_equal(experiment.fixed.reference, params)
+    origin = experiment.origin
+    assert origin is not None and origin["iteration"] == 9
+    second.mkdir()
+    write_json(second / "manifest.json", new_manifest(config, experiment.init(), origin))
+
+    def resumed() -> Any:
+        return jaxgrpo.make_train_step(resolve({**began, "init_from": str(first), "out": str(second), "resume": True}))
+
+    shutil.copytree(first / "checkpoints" / "4", first / "checkpoints" / "12")
+    chex.assert_trees_all_equal(resumed().fixed.reference, params)
+    shutil.rmtree(first / "checkpoints" / "9")
+    with pytest.raises(ConfigError, match=r"began with its checkpoint 9, which is gone \(the last one is 12\); put it"):
+        _ = resumed().fixed.reference
+    (first / "checkpoints" / "12").rename(first / "checkpoints" / "9")
+    with pytest.raises(ConfigError, match=r"its checkpoint 9 has other parameters than this run began with \(digest"):
+        _ = resumed().fixed.reference
+
+
+def test_init_from_a_run_that_trained_some_layers(tmp_path):
+    """What it froze is what it began with, which may be yet another run's."""
+    expected = None
+    for seed, (name, layers, first) in enumerate([("a", "0", None), ("b", "1", "a"), ("c", "all", "b")]):
+        options = {"out": str(tmp_path / name), "train_layers": layers, "seed": seed}
+        config = resolve(options | ({"init_from": str(tmp_path / first)} if first else {}))
+        experiment = jaxgrpo.make_train_step(config)
+        state, frozen = experiment.init(), experiment.fixed.params
+        if expected is not None:
+            chex.assert_trees_all_equal(experiment._model.unite(state.params, frozen), expected)
+        state = state.replace(params=jax.tree.map(lambda x: x + 1, state.params))
+        expected = experiment._model.unite(state.params, frozen)
+        folder = RunFolder.of(config)
+        folder.path.mkdir()
+        write_config(folder.config, config)
+        write_json(folder.manifest, new_manifest(config, state, experiment.origin))
+        checkpoints = Checkpoints(folder.checkpoints, keep=1)
+        checkpoints.save(1, state)
+        checkpoints.close()
+        stored, restored = restore_params(folder.path)
+        chex.assert_trees_all_equal(restored, state.params)
+        chex.assert_trees_all_equal(jaxgrpo.make_train_step(stored).fixed.params, frozen)
+
+
+def test_a_resumed_run_without_kl_needs_no_other_run(trained, tmp_path):
+    """Its parameters are in its own checkpoint; the arrays of the model serve as their form."""
+    shutil.copytree(trained, tmp_path / "second")
+    manifest = json.loads((trained / "manifest.json").read_text())
+    gone = {"run": str(tmp_path / "gone"), "iteration": 6, "digest": manifest["digests"]["end"]["params"]}
+    (tmp_path / "second" / "manifest.json").write_text(json.dumps(manifest | {"init_from": gone}))
+    config = resolve({"init_from": gone["run"], "out": str(tmp_path / "second"), "resume": True})
+    experiment = jaxgrpo.make_train_step(config)
+    assert jax.tree.structure(experiment.template()) == jax.tree.structure(jax.eval_shape(experiment.template))
+    assert experiment.origin == gone
+    with pytest.raises(ConfigError, match="--init-from .*gone: holds no run"):
+        experiment.init()
+
+
+def test_init_from_refuses(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    begun = tmp_path / "begun"
+    (begun / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir(parents=True)
+    shutil.copy(trained / "config.json", begun)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(trained, damaged)
+    for part in damaged.rglob("d/*"):
+        part.unlink()
+    other = tmp_path / "other"
+    shutil.copytree(trained, other)
+    text = (other / "config.json").read_text()
+    (other / "config.json").write_text(text.replace('"model": "tiny"', '"model": "smollm2-135m"'))
+    for name, line in {
+        "empty": r"holds no run; give a folder",
+        "begun": r"holds no checkpoint yet; let the run reach its first one",
+        "other": r"is a run of --model smollm2-135m, and this one is of --model tiny; give the same model\.",
+    }.items():
+        _fails(["train", "--out", "new", "--init-from", name], rf"--init-from {name}: {line}", capsys)
+        assert not (tmp_path / "new").exists()
+    _fails(
+        ["train", "--out", "new", "--init-from", "damaged"], r"damaged/checkpoints/6: the checkpoint cannot be", capsys
+    )
+    assert not RunFolder(tmp_path / "new").holds_run
+    assert (begun / "checkpoints" / "3.orbax-checkpoint-tmp").exists()  # another run's, perhaps under way
+
+
+def test_an_interrupted_command_is_one_line(monkeypatch, capsys):
+    """Before training watches for signals, and in eval: there is nothing to save."""
+
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxgrpo.trainer.train", interrupted)
+    assert main(["train"]) == Exit.INTERRUPTED
+    assert capsys.readouterr().err == "jaxgrpo: interrupted\n"
+
+
+def test_a_mistake_in_a_process_of_its_own(tmp_path):
+    words = [sys.executable, "-m", "jaxgrpo", "train", "--out", "s3://bucket/run"]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (Exit.USER_ERROR, "")
+    assert ended.stderr.count("\n") == 1

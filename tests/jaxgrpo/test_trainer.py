@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 from io import StringIO
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +19,12 @@ from jaxgrpo.config import ConfigError, TrainConfig, resolve
 from jaxgrpo.display import Display
 from jaxgrpo.records import METRIC_KEYS, TIMING_KEYS, JsonLines, RunFolder, read_rows, without_timings
 from jaxgrpo.stopping import SKIPPED_LIMIT, Exit
+from jaxgrpo.storage import AnyPath
 from jaxgrpo.trainer import Run, train
 from tests.jaxgrpo.toy import Toy
 
 
-def _config(out: Path, **options: Any) -> TrainConfig:
+def _config(out: AnyPath | str, **options: Any) -> TrainConfig:
     small = {
         "out": str(out),
         "iterations": 12,
@@ -40,7 +40,7 @@ def _train(config: TrainConfig, **toy: Any) -> Run:
     return train(config, experiment=Toy(config, **toy), quiet=True)
 
 
-def _record(out: Path) -> dict[str, Any]:
+def _record(out: AnyPath) -> dict[str, Any]:
     """All that must not depend on when and how often a run was stopped."""
     folder = RunFolder(out)
     manifest = json.loads(folder.manifest.read_text())

@@ -57,6 +57,7 @@ class Toy:
     signals: Mapping[int, signal.Signals] = dataclasses.field(default_factory=dict)
     fails: bool = False
     hyperparameters: Any = None
+    origin: None = None
 
     def init(self) -> State:
         params = {"w": jax.random.normal(jax.random.key(self.config.seed), (16, 4))}
@@ -67,6 +68,9 @@ class Toy:
             key=jax.random.key(self.config.seed),
             iteration=jnp.int32(0),
         )
+
+    def template(self) -> State:
+        return self.init()
 
     def step(self, state: State, hyperparameters: Any, /) -> tuple[State, dict[str, jax.Array]]:
         number = int(state.iteration) + 1

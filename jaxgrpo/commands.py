@@ -1,5 +1,6 @@
 """What `jaxgrpo eval` and `jaxgrpo play` do."""
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from envs_jax.text.tokenizer import TextTokenizer
 from jaxgrpo.cli import EvalOptions, PlayOptions
 from jaxgrpo.config import ConfigError, resolve
 from jaxgrpo.evaluation import evaluate_scenarios
+from jaxgrpo.export import open_table
 from jaxgrpo.stopping import Exit
 from jaxgrpo.trainer import use_compilation_cache
 
@@ -27,14 +29,18 @@ def eval_command(options: EvalOptions) -> int:
         raise ConfigError("eval: give either --run DIR or --model NAME_OR_PATH.")
     if options.json is not None and not Path(options.json).parent.is_dir():
         raise ConfigError(f"--json {options.json}: there is no folder {Path(options.json).parent}.")
+    if options.export is not None and not Path(options.export).parent.is_dir():
+        raise ConfigError(f"--export {options.export}: there is no folder {Path(options.export).parent}.")
     use_compilation_cache()
-    results = evaluate_scenarios(
-        options.run or resolve({"model": options.model}),
-        options.scenario,
-        episodes=options.episodes,
-        temperature=options.temperature,
-        seed=options.seed,
-    )
+    with contextlib.ExitStack() as opened:
+        results = evaluate_scenarios(
+            options.run or resolve({"model": options.model}),
+            options.scenario,
+            episodes=options.episodes,
+            temperature=options.temperature,
+            seed=options.seed,
+            export=opened.enter_context(open_table(Path(options.export))) if options.export else None,
+        )
     console = Console(highlight=False)
     for name, players in results["scenarios"].items():
         console.print(_table(name, players))
@@ -47,6 +53,8 @@ def eval_command(options: EvalOptions) -> int:
         except OSError as error:
             raise ConfigError(f"--json {options.json}: cannot be written ({error.strerror}).") from None
         console.print(f"Written to {options.json}", markup=False, soft_wrap=True)
+    if options.export is not None:
+        console.print(f"Episodes written to {options.export}", markup=False, soft_wrap=True)
     return Exit.DONE
 
 

@@ -113,6 +113,26 @@ class RunFolder:
         return self.path / "curve.png"
 
     @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files, one per session."""
+        return self.path / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """What Weights & Biases keeps, and the id of its run."""
+        return self.path / "wandb"
+
+    @property
+    def episodes(self) -> Path:
+        """One JSON object per step of exported episodes."""
+        return self.path / "episodes.jsonl"
+
+    @property
+    def profile(self) -> Path:
+        """Trace of some iterations, and the seconds of their parts."""
+        return self.path / "profile"
+
+    @property
     def holds_run(self) -> bool:
         """Whether there is something here that a new run would write over."""
         ours = (self.config, self.manifest, self.metrics, self.evaluations, self.checkpoints, self.curve)

@@ -48,9 +48,8 @@ def transcript(
         `action` (the word that was played), `readable`, `stop` ("closed", "ended" or "cut"), `reward` (penalty
         included), `return` (of the episode), `advantage`, `terminated`, `truncated`, `success` (of the episode).
     """
-    played, credit = jax.device_get((episodes, advantages))
+    played, returns, credit = jax.device_get((episodes, episodes.returns, advantages))
     prefix = game.tokenizer.decode(game.prefix_ids)
-    returns = played.returns
     for place in np.argwhere(played.alive):
         at, episode = tuple(place), tuple(place[:2])
         observation = played.observation[at][-played.observation_length[at] :]

@@ -109,11 +109,15 @@ class Profile:
 
 
 def table(seconds: Mapping[str, Sequence[float]]) -> list[str]:
-    """Lines with the mean seconds of each part, and of the halves their share of an iteration."""
-    means = {part: float(np.mean(times)) for part, times in seconds.items()}
-    iteration = means[ROLLOUT] + means[UPDATE]
-    lines = [f"  {'part':<12}{'seconds':>9}{'share':>8}"]
-    for part, mean in means.items():
-        share = f"{mean / iteration:>8.0%}" if part in (ROLLOUT, UPDATE) else ""
-        lines.append(f"  {part:<12}{mean:>9.3f}{share}")
+    """Lines with the mean seconds of each part, and of the halves their share of an iteration.
+
+    Of evaluations and checkpoints the first is left out, which compiles and sets up; so they are absent until a second.
+    """
+    rollout, update = np.mean(seconds[ROLLOUT]), np.mean(seconds[UPDATE])
+    lines = [f"  {'part':<12}{'seconds':>9}{'share':>7}"]
+    for part, mean in ((ROLLOUT, rollout), (UPDATE, update)):
+        lines.append(f"  {part:<12}{mean:>9.3f}{mean / (rollout + update):>7.0%}")
+    for part in (EVALUATION, CHECKPOINT):
+        if times := seconds.get(part, ())[1:]:
+            lines.append(f"  {part:<12}{np.mean(times):>9.3f}")
     return lines

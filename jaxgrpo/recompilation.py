@@ -74,8 +74,11 @@ class _Compilation:
 
 def _signature(arguments: Mapping[str, Any]) -> Mapping[str, str]:
     """What a compilation depends on in a function's arguments, by the path of each leaf."""
-    leaves = jax.tree.leaves_with_path(dict(arguments))
-    return {jax.tree_util.keystr(path, simple=True, separator="."): _describe(leaf) for path, leaf in leaves}
+    return {
+        ".".join(filter(None, (name, jax.tree_util.keystr(path, simple=True, separator=".")))): _describe(leaf)
+        for name, argument in arguments.items()
+        for path, leaf in jax.tree.leaves_with_path(argument)
+    }
 
 
 def _describe(leaf: Any) -> str:
@@ -90,5 +93,5 @@ def _difference(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     paths = [path for path in {**before, **now} if before.get(path) != now.get(path)]
     if not paths:
         return "its arguments are as before, so something else that it depends on has changed"
-    more = f", and {len(paths) - 1} other arguments changed" if len(paths) > 1 else ""
+    more = f", and {len(paths) - 1} more changed" if len(paths) > 1 else ""
     return f"{paths[0]} was {before.get(paths[0], 'absent')} and is {now.get(paths[0], 'absent')}{more}"

@@ -159,6 +159,8 @@ class _Session:
         self.config, self.folder, self.experiment = config, folder, experiment
         self.display, self.signals, self.opened = display, signals, opened
         opened.callback(display.stop)
+        # First of all, for Weights & Biases may refuse: the folder then holds no run yet.
+        self.views = [opened.enter_context(contextlib.closing(v)) for v in open_views(config, folder, display.say)]
         self.watch = opened.enter_context(contextlib.closing(CompilationWatch(display.say)))
         self.profile = Profile(folder.profile, config.run.profile, display.say)
         opened.callback(self.profile.close)
@@ -171,7 +173,7 @@ class _Session:
             self._begin()
         else:
             self._restore(start)
-        self._open_views()
+        self._open_writers()
         # Reads metrics as they become ready, even while the main thread waits in the next step's dispatch.
         self.reader = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="metrics"))
         self.pending: _Pending | None = None
@@ -217,11 +219,12 @@ class _Session:
         due = JsonLines(self.folder.evaluations, keep=lambda i: keep(i) and self._is_due(i))
         self.evaluations = self.opened.enter_context(contextlib.closing(due))
 
-    def _open_views(self) -> None:
-        """The writers, of which the JSON lines come first, and the log of episodes where one is asked for."""
-        self.writers: list[Writer] = [JsonRows({"train": self.metrics, "held-out": self.evaluations})]
-        for view in open_views(self.config, self.folder, after=self.iteration, say=self.display.say):
-            self.writers.append(self.opened.enter_context(contextlib.closing(view)))
+    def _open_writers(self) -> None:
+        """All that takes rows, the record first, and the log of episodes where one is asked for."""
+        record = JsonRows({"train": self.metrics, "held-out": self.evaluations})
+        self.writers: list[Writer] = [record, *self.views]
+        for writer in self.writers:
+            writer.begin(self.iteration)
         export.cut(self.folder.episodes, after=self.iteration)
         self.episodes: export.EpisodeLog | None = None
         if self.config.run.export_episodes:

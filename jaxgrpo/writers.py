@@ -27,6 +27,9 @@ Row = Mapping[str, Any]
 class Writer(Protocol):
     """Takes the rows of a run as they come, each with its "iteration"; of one kind, iterations rise."""
 
+    def begin(self, after: int) -> None:
+        """The session goes on after so many iterations: rows of later ones, written before, do not count any more."""
+
     def write(self, kind: Kind, row: Row) -> None:
         """Take one row."""
 
@@ -48,13 +51,12 @@ def require_packages(config: TrainConfig) -> None:
             raise ConfigError(f"--{name}: the package is missing; install it with: pip install 'jaxgrpo[{name}]'")
 
 
-def open_views(config: TrainConfig, folder: RunFolder, *, after: int, say: Callable[[str], None]) -> Sequence[Writer]:
+def open_views(config: TrainConfig, folder: RunFolder, say: Callable[[str], None]) -> Sequence[Writer]:
     """The writers a configuration asks for beside the JSON lines, each given up with a line where it fails.
 
     Args:
         config: of the run.
         folder: of the run.
-        after: iterations the run has behind it; rows shown of later ones are taken back where the tool can.
         say: shows a line.
 
     Raises:
@@ -62,18 +64,21 @@ def open_views(config: TrainConfig, folder: RunFolder, *, after: int, say: Calla
     """
     views: list[Writer] = []
     if config.run.tensorboard:
-        views.append(_MayFail("TensorBoard", TensorBoard(folder.tensorboard, after=after), say))
+        views.append(_MayFail("TensorBoard", TensorBoard(folder.tensorboard), say))
     if config.run.wandb:
         views.append(_MayFail("Weights & Biases", WeightsAndBiases(folder, config), say))
     return views
 
 
 class JsonRows:
-    """The record: rows of each kind in a file of JSON lines of its own, which others open and close."""
+    """The record: rows of each kind in a file of JSON lines of its own."""
 
     def __init__(self, files: Mapping[Kind, JsonLines]) -> None:
-        """Write into these files."""
+        """Write into these files, which hold no more rows than count."""
         self._files = files
+
+    def begin(self, after: int) -> None:
+        """Nothing: the files were cut as they were opened."""
 
     def write(self, kind: Kind, row: Row) -> None:
         """Append the row; it is safe from a kill when this returns."""
@@ -97,14 +102,14 @@ class TensorBoard:
     with a start mark at its first iteration: readers drop what earlier files hold of that iteration and later ones.
     """
 
-    def __init__(self, folder: Path, *, after: int) -> None:
-        """Begin a session in a folder of event files, after so many iterations."""
+    def __init__(self, folder: Path) -> None:
+        """Open a new file in a folder of event files."""
         # Their classes are made when they are imported, out of a static checker's sight.
         event: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         summary: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary = event.Event, summary.Summary
+        self._event, self._mark, self._summary = event.Event, event.SessionLog, summary.Summary
         folder.mkdir(parents=True, exist_ok=True)
         # Readers take the files of a folder in the order of their names.
         seconds, nanoseconds = divmod(time.time_ns(), 10**9)
@@ -112,9 +117,11 @@ class TensorBoard:
         self._file = (folder / name).open("xb")
         self._records = RecordWriter(self._file)
         self._add(file_version="brain.Event:2")
+
+    def begin(self, after: int) -> None:
+        """Write the start mark."""
         # An evaluation at iteration 0 comes before the first iteration.
-        start = event.SessionLog(status=event.SessionLog.START)
-        self._add(step=after + 1 if after else 0, session_log=start)
+        self._add(step=after + 1 if after else 0, session_log=self._mark(status=self._mark.START))
 
     def write(self, kind: Kind, row: Row) -> None:
         """Add the row's numbers; they are with the operating system when this returns."""
@@ -161,10 +168,14 @@ class WeightsAndBiases:
                 settings=wandb.Settings(console="off"),  # it would catch the progress bar
             )
         except wandb.Error as error:
+            reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(
-                f"--wandb: {' '.join(str(error).split())}; log in with `wandb login`, or set WANDB_MODE=offline."
+                f"--wandb: {reason}; with WANDB_MODE=offline it needs no account and only writes files."
             ) from error
         self._first = self._run.step
+
+    def begin(self, after: int) -> None:
+        """Nothing: a row that W&B has cannot be taken back, and need not, see above."""
 
     def write(self, kind: Kind, row: Row) -> None:
         """Hand the row over; W&B writes and uploads in a process of its own."""
@@ -195,6 +206,9 @@ class _MayFail:
     def __init__(self, name: str, writer: Writer, say: Callable[[str], None]) -> None:
         self._name, self._say = name, say
         self._writer: Writer | None = writer
+
+    def begin(self, after: int) -> None:
+        self._attempt(lambda writer: writer.begin(after))
 
     def write(self, kind: Kind, row: Row) -> None:
         self._attempt(lambda writer: writer.write(kind, row))

@@ -42,7 +42,7 @@ def draw_curve(folder: RunFolder) -> Path:
     Every panel shows the iterations as they were, faint, and a running mean over a twentieth of them.
     """
     rows, evaluations = read_rows(folder.metrics), read_rows(folder.evaluations)
-    with figure(folder.curve, 2, 3, size=(13, 6.4)) as (drawn, axes):
+    with figure(folder.curve, 2, 3, size=(13.0, 6.4)) as (drawn, axes):
         _draw_success(axes[0, 0], rows, evaluations)
         _draw_panel(axes[0, 1], rows, "return_mean", "Return per episode (± 1 std)", spread="return_std")
         _draw_panel(axes[0, 2], rows, "episode_length", "Steps per episode")

@@ -27,7 +27,7 @@ def played():
     """Episodes of free replies, most of them unreadable, and their rows."""
     experiment = small(**FREE)
     state = experiment.init()
-    episodes = compiled(experiment, "rollout")(state, experiment.hyperparameters)
+    episodes = compiled(experiment, "rollout")(state, experiment.fixed, experiment.hyperparameters)
     return experiment, state, episodes, list(experiment.transcript(episodes, 7))
 
 

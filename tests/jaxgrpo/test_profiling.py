@@ -82,6 +82,10 @@ def test_the_table_leaves_out_what_compiled():
 def test_the_parts_of_a_step_are_named_in_its_program():
     experiment = small()
     state = jax.eval_shape(experiment.init)
-    program = jax.jit(experiment.train_step).lower(state, None, experiment.hyperparameters).as_text(debug_info=True)
+    program = (
+        jax.jit(experiment.train_step)
+        .lower(state, experiment.fixed, experiment.hyperparameters)
+        .as_text(debug_info=True)
+    )
     for path in ("play/prefix", "targets", "rows", "gradient", "gradient/jvp(prefix)", "optimiser"):
         assert re.search(rf'[/"]{re.escape(path)}/', program), path

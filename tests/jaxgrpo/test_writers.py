@@ -1,9 +1,11 @@
 """What TensorBoard and W&B show of a run, read back with TensorBoard's own reader and from W&B's offline files."""
 
 import errno
+import importlib
 import json
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,8 +79,7 @@ def _on_tensorboard(out: Path) -> Scalars:
 
 def _offline_rows(file: Path) -> Iterator[tuple[int, dict[str, float]]]:
     """Step and values of the history rows in a W&B offline file, a log of records in the format of LevelDB's."""
-    from wandb.proto import wandb_internal_pb2
-
+    protocol: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     block_size, begun = 32768, b""
     data = file.read_bytes()
     assert data[:4] == b":W&B"
@@ -91,7 +92,7 @@ def _offline_rows(file: Path) -> Iterator[tuple[int, dict[str, float]]]:
         begun += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or the last part
-            record: Any = wandb_internal_pb2.Record.FromString(begun)
+            record = protocol.Record.FromString(begun)
             begun = b""
             if record.WhichOneof("record_type") == "history":
                 items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
@@ -100,8 +101,11 @@ def _offline_rows(file: Path) -> Iterator[tuple[int, dict[str, float]]]:
 
 def _on_wandb(out: Path) -> list[Scalars]:
     """What each session's offline run holds."""
+    import wandb
+
+    wandb.teardown()  # waits for the process that writes
     sessions = []
-    for file in sorted(out.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
+    for file in sorted(out.glob("wandb/offline-run-*/*.wandb")):
         found: Scalars = {}
         for step, values in _offline_rows(file):
             for name, value in values.items():
@@ -137,6 +141,7 @@ def test_a_run_that_begins_again_takes_all_back(tmp_path, monkeypatch):
 
 def test_wandb_has_what_the_record_says_also_after_a_fault(tmp_path, monkeypatch):
     _train_with_a_fault(_config(tmp_path, wandb=True), monkeypatch, at=9)
+    time.sleep(1)  # W&B names the folders of its sessions by the second
     _train(_config(tmp_path, wandb=True, resume=True))
     ids = {path.stem.removeprefix("run-") for path in tmp_path.glob("wandb/offline-run-*/*.wandb")}
     assert ids == {(tmp_path / "wandb" / "run-id").read_text().strip()}
@@ -186,9 +191,10 @@ def test_a_missing_package_is_named_before_anything_is_done(name, tmp_path, monk
 
 def test_wandb_without_an_account_leaves_no_run_behind(tmp_path, monkeypatch):
     import wandb
+    from wandb.errors import UsageError
 
     def refused(**options: Any) -> None:
-        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
+        raise UsageError("No API key configured. Use `wandb login` to log in.")
 
     with monkeypatch.context() as patch:
         patch.setattr(wandb, "init", refused)

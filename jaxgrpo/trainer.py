@@ -33,7 +33,7 @@ from jaxgrpo.records import (
     write_json,
 )
 from jaxgrpo.stopping import SKIPPED_LIMIT, Exit, StopSignals
-from jaxgrpo.writers import JsonRows, Kind, Writer, open_views, require_packages
+from jaxgrpo.writers import JsonRows, Kind, Writer, open_views, require_views
 
 
 @runtime_checkable
@@ -93,7 +93,7 @@ def train(config: TrainConfig, *, experiment: Trainable | None = None, quiet: bo
     Raises:
         ConfigError: the configuration and the folder do not agree, or the disk is full or cannot be written.
     """
-    require_packages(config)
+    require_views(config)
     folder = RunFolder.of(config)
     is_new = not folder.path.exists()
     folder.claim(config)

@@ -40,15 +40,24 @@ class Writer(Protocol):
         """Finish what was begun."""
 
 
-def require_packages(config: TrainConfig) -> None:
-    """Sees that the packages of the writers that a configuration asks for are installed.
+def require_views(config: TrainConfig) -> None:
+    """Sees that there can be all that a configuration asks for to look at its run.
 
     Raises:
-        ConfigError: one is missing; the line names the extra that brings it.
+        ConfigError: a package is missing, and the line names the extra that brings it; or the run's folder is not on
+            this machine, where it has to be for files that grow.
     """
     for name in ("tensorboard", "wandb"):
         if getattr(config.run, name) and importlib.util.find_spec(name) is None:
             raise ConfigError(f"--{name}: the package is missing; install it with: pip install 'jaxgrpo[{name}]'")
+    if "://" not in str(config.run.out):
+        return
+    for name in ("tensorboard", "export_episodes", "profile"):
+        if getattr(config.run, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: writes into a folder on this machine alone, and --out is {config.run.out}; "
+                "leave out one of the two (--wandb can do with both)."
+            )
 
 
 def open_views(config: TrainConfig, folder: RunFolder, say: Callable[[str], None]) -> Sequence[Writer]:
@@ -64,7 +73,7 @@ def open_views(config: TrainConfig, folder: RunFolder, say: Callable[[str], None
     """
     views: list[Writer] = []
     if config.run.tensorboard:
-        views.append(_MayFail("TensorBoard", TensorBoard(folder.tensorboard), say))
+        views.append(_MayFail("TensorBoard", TensorBoard(Path(folder.tensorboard)), say))
     if config.run.wandb:
         views.append(_MayFail("Weights & Biases", WeightsAndBiases(folder, config), say))
     return views
@@ -161,7 +170,7 @@ class WeightsAndBiases:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "jaxgrpo"),
                 name=os.environ.get("WANDB_NAME", folder.path.name),
-                dir=str(folder.path),
+                dir=None if "://" in str(folder.path) else str(folder.path),  # else ./wandb, as W&B has it
                 id=_run_id(folder.wandb / "run-id", new=not config.run.resume),
                 resume="allow",
                 config=flatten(config),

@@ -55,7 +55,7 @@ def require_views(config: TrainConfig) -> None:
     for name in ("tensorboard", "export_episodes", "profile"):
         if getattr(config.run, name):
             raise ConfigError(
-                f"--{name.replace('_', '-')}: writes into a folder on this machine alone, and --out is {config.run.out}; "
+                f"--{name.replace('_', '-')}: writes into a folder on this machine, and --out is {config.run.out}; "
                 "leave out one of the two (--wandb can do with both)."
             )
 

@@ -192,7 +192,7 @@ def test_a_missing_package_is_named_before_anything_is_done(name, tmp_path, monk
 @pytest.mark.parametrize("words", ["--tensorboard", "--export-episodes 3", "--profile 2"])
 def test_files_that_grow_are_for_this_machine(words, capsys):
     assert main(["train", "--out", "gs://bucket/run", *words.split()]) == Exit.USER_ERROR
-    line = f"jaxgrpo: {words.split()[0]}: writes into a folder on this machine alone, and --out is gs://bucket/run; "
+    line = f"jaxgrpo: {words.split()[0]}: writes into a folder on this machine, and --out is gs://bucket/run; "
     assert capsys.readouterr().err.startswith(line)
 
 

@@ -144,7 +144,7 @@ def open_table(path: Path) -> Iterator[Table]:
         with _users(path):
             table = kinds[path.suffix](beside)
         try:
-            yield _Told(table, path)
+            yield _Reporting(table, path)
         finally:
             with _users(path):
                 table.close()
@@ -163,7 +163,7 @@ def _users(path: Path) -> Iterator[None]:
         raise ConfigError(f"--export {path}: cannot be written ({error.strerror or error}).") from error
 
 
-class _Told:
+class _Reporting:
     def __init__(self, table: Table, path: Path) -> None:
         self._table, self._path = table, path
 

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -174,6 +175,7 @@ class WeightsAndBiases:
                 id=_run_id(folder.wandb / "run-id", new=not config.run.resume),
                 resume="allow",
                 config=flatten(config),
+                allow_val_change=True,  # a resumed run may be made longer
                 settings=wandb.Settings(console="off"),  # it would catch the progress bar
             )
         except wandb.Error as error:
@@ -195,8 +197,8 @@ class WeightsAndBiases:
         """Nothing: what W&B was given is its own affair."""
 
     def close(self) -> None:
-        """Wait until W&B has everything."""
-        self._run.finish()
+        """Wait until W&B has everything, and have it know whether the session ends for an error."""
+        self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
 def _run_id(file: Path, *, new: bool) -> str:

@@ -316,8 +316,12 @@ def test_eval_of_a_run(trained, tmp_path, capsys):
         )
     steps = [json.loads(line) for line in exported.read_text().splitlines()]
     for game, players in scenarios.items():
-        returns = [row["return"] for row in steps if row["game"] == game and row["step"] == 0]
-        assert len(returns) == 16 and np.mean(returns) == pytest.approx(players["model"]["return_mean"])
+        first = [row for row in steps if row["game"] == game and row["step"] == 0]
+        played = sum(row["game"] == game for row in steps) / len(first)
+        assert len(first) == 16 and played == pytest.approx(players["model"]["episode_length"])
+        assert np.mean([row["return"] for row in first]) == pytest.approx(players["model"]["return_mean"])
+        assert np.mean([row["success"] for row in first]) == players["model"]["success_rate"]
+    assert {row["iteration"] for row in steps} == {row["advantage"] for row in steps} == {None}
     # The same held-out games as in training's last evaluation.
     last = read_rows(trained / "evaluations.jsonl")[-1]
     assert scenarios["frozen-lake"]["model"]["success_rate"] == last["success_rate"]

@@ -77,8 +77,8 @@ def _on_tensorboard(out: Path) -> Scalars:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def _offline_rows(file: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """Step and values of the history rows in a W&B offline file, a log of records in the format of LevelDB's."""
+def _offline_records(file: Path) -> Iterator[Any]:
+    """The records in a W&B offline file, a log in the format of LevelDB's."""
     protocol: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     block_size, begun = 32768, b""
     data = file.read_bytes()
@@ -92,25 +92,27 @@ def _offline_rows(file: Path) -> Iterator[tuple[int, dict[str, float]]]:
         begun += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or the last part
-            record = protocol.Record.FromString(begun)
+            yield protocol.Record.FromString(begun)
             begun = b""
-            if record.WhichOneof("record_type") == "history":
-                items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-                yield record.history.step.num, {k: v for k, v in items.items() if not k.startswith("_")}
 
 
-def _on_wandb(out: Path) -> list[Scalars]:
-    """What each session's offline run holds."""
+def _on_wandb(out: Path) -> list[tuple[Scalars, int]]:
+    """What each session's offline run holds, and its exit code."""
     import wandb
 
     wandb.teardown()  # waits for the process that writes
     sessions = []
     for file in sorted(out.glob("wandb/offline-run-*/*.wandb")):
         found: Scalars = {}
-        for step, values in _offline_rows(file):
-            for name, value in values.items():
-                found.setdefault(name, []).append((step, value))
-        sessions.append(found)
+        code = None
+        for record in _offline_records(file):
+            kind = record.WhichOneof("record_type")
+            code = record.exit.exit_code if kind == "exit" else code
+            for item in record.history.item if kind == "history" else ():
+                name = "/".join(item.nested_key) or item.key
+                if not name.startswith("_"):
+                    found.setdefault(name, []).append((record.history.step.num, json.loads(item.value_json)))
+        sessions.append((found, code))
     return sessions
 
 
@@ -145,7 +147,8 @@ def test_wandb_has_what_the_record_says_also_after_a_fault(tmp_path, monkeypatch
     _train(_config(tmp_path, wandb=True, resume=True))
     ids = {path.stem.removeprefix("run-") for path in tmp_path.glob("wandb/offline-run-*/*.wandb")}
     assert ids == {(tmp_path / "wandb" / "run-id").read_text().strip()}
-    first, second = _on_wandb(tmp_path)
+    (first, failed), (second, done) = _on_wandb(tmp_path)
+    assert (failed, done) == (1, 0)
     # The stopped session's rows are those that the resumed one computes again: together they tell the record.
     joined = {tag: sorted(dict(first.get(tag, []) + rows).items()) for tag, rows in second.items()}
     recorded = _recorded(tmp_path)
@@ -161,7 +164,7 @@ def test_what_wandb_has_already_is_not_sent_again(tmp_path, monkeypatch):
     """Online, W&B knows the last step of a run that goes on, and refuses earlier ones with a warning each."""
     import wandb
 
-    sent = []
+    sent, ended = [], []
 
     class Online:
         step = 8
@@ -169,13 +172,15 @@ def test_what_wandb_has_already_is_not_sent_again(tmp_path, monkeypatch):
         def log(self, values: dict[str, float], step: int) -> None:
             sent.append((step, values))
 
-        def finish(self) -> None: ...
+        def finish(self, exit_code: int) -> None:
+            ended.append(exit_code)
 
     given: dict[str, Any] = {}
     monkeypatch.setattr(wandb, "init", lambda **options: given.update(options) or Online())
     _train_with_a_fault(_config(tmp_path), monkeypatch, at=9)
     _train(_config(tmp_path, wandb=True, resume=True))
     assert given["resume"] == "allow" and given["project"] == "jaxgrpo" and given["name"] == tmp_path.name
+    assert ended == [0]
     assert sorted({step for step, _ in sent}) == [8, 9, 10, 11, 12]
     assert {name for _, values in sent for name in values} >= {"train/loss", "held-out/success_rate"}
 
@@ -227,5 +232,5 @@ def test_a_view_that_fails_is_given_up_and_not_the_run(kind, tmp_path, monkeypat
     assert [row["iteration"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, 13))
     said = capsys.readouterr().out
     assert said.count("fails ([Errno 28] No space left on device): the run goes on without it") == 1
-    shown = _on_tensorboard(tmp_path) if kind is TensorBoard else _on_wandb(tmp_path)[0]
+    shown = _on_tensorboard(tmp_path) if kind is TensorBoard else _on_wandb(tmp_path)[0][0]
     assert [step for step, _ in shown["train/loss"]] == [1, 2, 3, 4, 5]

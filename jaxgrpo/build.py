@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from flax import nnx
 from envs_jax.games import TokenizedGame, make_game, tokenize_game
 from envs_jax.text.reader import CLOSE, OPEN
 from envs_jax.text.tokenizer import TextTokenizer
-from jaxgrpo.algorithms.algorithm import Algorithm
+from jaxgrpo.algorithms.algorithm import Advantages, Algorithm
 from jaxgrpo.algorithms.gigpo import GiGPO
 from jaxgrpo.algorithms.ms_grpo import MSGRPO
 from jaxgrpo.algorithms.step_grpo import StepGRPO
 from jaxgrpo.checkpoints import Checkpoints
 from jaxgrpo.config import ConfigError, HyperParameters, Switches, TrainConfig, with_options
+from jaxgrpo.episodes import Episodes
 from jaxgrpo.evaluation import Outcome, play_policy
+from jaxgrpo.export import transcript
 from jaxgrpo.model import weights
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.trained import join, parse_layers, restack, split_trained
@@ -103,7 +106,25 @@ class Experiment:
         """
         return self._compiled(state, self.fixed, hyperparameters)
 
-    def evaluate(self, params: Any, *, episodes: int, temperature: float, seed: int = 0) -> Outcome:
+    def rollout(self, state: TrainState, hyperparameters: HyperParameters) -> Episodes:
+        """The first half of `step`, compiled on its own: the iteration's episodes. The state is not donated."""
+        return self._compiled_rollout(state, self.fixed, hyperparameters)
+
+    def update(
+        self, state: TrainState, episodes: Episodes, hyperparameters: HyperParameters
+    ) -> tuple[TrainState, Metrics]:
+        """The second half of `step`, compiled on its own: learns from the episodes of `rollout`. Donates the state."""
+        return self._compiled_update(state, episodes, self.fixed, hyperparameters)
+
+    def transcript(self, episodes: Episodes, iteration: int) -> Iterator[dict[str, Any]]:
+        """Episodes of training as rows of text, see `export.transcript`, made as they are read."""
+        algorithm = self.train_step.algorithm
+        advantages = self._advantages(episodes, self.hyperparameters) if isinstance(algorithm, Advantages) else None
+        return transcript(self.game, episodes, iteration=iteration, advantages=advantages)
+
+    def evaluate(
+        self, params: Any, *, episodes: int, temperature: float, seed: int = 0, keep_episodes: bool = False
+    ) -> Outcome:
         """Plays held-out episodes of the game as it is scored, see `play_policy`.
 
         Args:
@@ -111,6 +132,7 @@ class Experiment:
             episodes: how many.
             temperature: of sampling; 0 is greedy.
             seed: which held-out episodes.
+            keep_episodes: whether to return the episodes themselves as well.
         """
         return play_policy(
             self.policy,
@@ -120,11 +142,27 @@ class Experiment:
             temperature=temperature,
             seed=seed,
             rows=self.config.play.rollout_rows,
+            keep_episodes=keep_episodes,
         )
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        return jax.jit(self.train_step, donate_argnums=0)
+        def train_step(*args: Any) -> Any:  # for its name, which profiles and warnings show
+            return self.train_step(*args)
+
+        return jax.jit(train_step, donate_argnums=0)
+
+    @functools.cached_property
+    def _compiled_rollout(self) -> Any:
+        return jax.jit(self.train_step.rollout)
+
+    @functools.cached_property
+    def _compiled_update(self) -> Any:
+        return jax.jit(self.train_step.update, donate_argnums=0)
+
+    @functools.cached_property
+    def _advantages(self) -> Any:
+        return jax.jit(self.train_step.algorithm.advantages)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def build(config: TrainConfig) -> Experiment:

@@ -47,6 +47,8 @@ class EvalOptions:
     """Seed of the games and of sampling."""
     json: str | None = None
     """Write the results to this file too, here or gs://BUCKET/FILE."""
+    export: str | None = None
+    """Write the model's steps to this file: prompt, reply, reward, ...; .jsonl or .parquet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +133,8 @@ def train_config(given: Mapping[str, Any]) -> TrainConfig:
     folder = RunFolder.of(options.with_options(TrainConfig(), named))
     stored = None
     if folder.config.exists():
-        # How long a session lasts is its own affair; everything else goes on as it was.
-        stored = options.with_options(folder.read_config(), {"max_seconds": None})
+        # How long a session lasts and what of it is profiled is its own affair; everything else goes on as it was.
+        stored = options.with_options(folder.read_config(), {"max_seconds": None, "profile": 0})
     return options.resolve({**given, "out": str(folder.path)}, toml=toml, resumed=stored)
 
 

@@ -1,7 +1,9 @@
 """What `jaxgrpo eval` and `jaxgrpo play` do."""
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from envs_jax.text.tokenizer import TextTokenizer
 from jaxgrpo.cli import EvalOptions, PlayOptions
 from jaxgrpo.config import ConfigError, resolve
 from jaxgrpo.evaluation import evaluate_scenarios
+from jaxgrpo.export import open_table
 from jaxgrpo.stopping import Exit
 from jaxgrpo.storage import AnyPath, is_stored, open_path, require_writable, write_whole
 from jaxgrpo.trainer import use_compilation_cache
@@ -26,14 +29,18 @@ def eval_command(options: EvalOptions) -> int:
     if (options.run is None) == (options.model is None):
         raise ConfigError("eval: give either --run DIR or --model NAME_OR_PATH.")
     written = None if options.json is None else _json_file(options.json)
+    if options.export is not None and not Path(options.export).parent.is_dir():
+        raise ConfigError(f"--export {options.export}: there is no folder {Path(options.export).parent}.")
     use_compilation_cache()
-    results = evaluate_scenarios(
-        options.run or resolve({"model": options.model}),
-        options.scenario,
-        episodes=options.episodes,
-        temperature=options.temperature,
-        seed=options.seed,
-    )
+    with contextlib.ExitStack() as opened:
+        results = evaluate_scenarios(
+            options.run or resolve({"model": options.model}),
+            options.scenario,
+            episodes=options.episodes,
+            temperature=options.temperature,
+            seed=options.seed,
+            export=opened.enter_context(open_table(Path(options.export))) if options.export else None,
+        )
     console = Console(highlight=False)
     for name, players in results["scenarios"].items():
         console.print(_table(name, players))
@@ -48,6 +55,8 @@ def eval_command(options: EvalOptions) -> int:
         except OSError as error:
             raise ConfigError(f"--json {options.json}: cannot be written ({error.strerror}).") from None
         console.print(f"Written to {options.json}", markup=False, soft_wrap=True)
+    if options.export is not None:
+        console.print(f"Episodes written to {options.export}", markup=False, soft_wrap=True)
     return Exit.DONE
 
 

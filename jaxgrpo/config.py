@@ -138,6 +138,14 @@ class RunConfig:
     """Held-out episodes in an evaluation."""
     evaluate_temperature: float = 0.5
     """Sampling temperature in evaluation; 0 is greedy."""
+    tensorboard: bool = False
+    """Write metrics and evaluations for TensorBoard too, into the folder's tensorboard/."""
+    wandb: bool = False
+    """Send metrics and evaluations to Weights & Biases too; WANDB_MODE=offline only writes them into wandb/."""
+    export_episodes: int = 0
+    """Iterations between those whose steps are written to episodes.jsonl: prompt, reply, reward, ...; 0 is never."""
+    profile: int = 0
+    """Iterations to profile, from the session's third: a trace and the seconds of the parts, in profile/."""
     compilation_cache: bool = True
     """Keep compiled programs between runs (in $JAX_COMPILATION_CACHE_DIR or ~/.cache/jaxgrpo)."""
 
@@ -253,6 +261,8 @@ _NON_NEGATIVE = [
     "gradient_clip",
     "evaluate_every",
     "evaluate_temperature",
+    "export_episodes",
+    "profile",
 ]
 
 # The options that make a run's results: a resumed run must agree in all of them. The others say where and how long.

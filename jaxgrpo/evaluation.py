@@ -13,6 +13,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from envs_jax.games import TextGame, TokenizedGame
 from envs_jax.players import Player, players_of
 from jaxgrpo.config import ConfigError, TrainConfig
+from jaxgrpo.episodes import Episodes
+from jaxgrpo.export import Table, transcript
 from jaxgrpo.loops import while_any
 from jaxgrpo.policy import LanguageAgentPolicy, Sampling
 from jaxgrpo.rollout import Keys, chance, play, start
@@ -34,6 +36,8 @@ class Outcome:
     """Steps played."""
     unreadable: Float[np.ndarray, " episodes"]
     """Share of the steps whose reply could not be read."""
+    played: Episodes | None = None
+    """The episodes, one a group, where they were asked for."""
 
 
 def play_policy(
@@ -45,6 +49,7 @@ def play_policy(
     temperature: float,
     seed: int = 0,
     rows: int = 0,
+    keep_episodes: bool = False,
 ) -> Outcome:
     """Plays held-out episodes, the same for the same seed whatever the policy.
 
@@ -56,9 +61,11 @@ def play_policy(
         temperature: of sampling; 0 is greedy.
         seed: which held-out episodes.
         rows: rows given to the model at once; 0 is all.
+        keep_episodes: whether to return the episodes themselves as well.
     """
     sampling = Sampling(jnp.float32(temperature), jnp.float32(1.0))
-    return _outcome(_play_policy(policy, game, params, held_out_key(seed), sampling, episodes, rows))
+    arrays, played = _play_policy(policy, game, params, held_out_key(seed), sampling, episodes, rows, keep_episodes)
+    return _outcome(arrays, played)
 
 
 def play_without_model(game: TextGame, player: Player, *, episodes: int, seed: int = 0) -> Outcome:
@@ -93,6 +100,7 @@ def evaluate_scenarios(
     episodes: int = 50,
     temperature: float = 0.5,
     seed: int = 0,
+    export: Table | None = None,
 ) -> dict[str, Any]:
     """Plays named scenarios with a model and with the players that need none (`envs_jax.players.players_of`).
 
@@ -103,6 +111,7 @@ def evaluate_scenarios(
         episodes: of each scenario, the same for all players.
         temperature: of sampling; 0 is greedy.
         seed: which held-out episodes.
+        export: takes the model's steps as text, see `export.transcript`.
 
     Returns:
         `{"scenarios": {name: {"model": summary, "random": summary, ...}}}`, see `summarise`; where optimal play is
@@ -125,7 +134,12 @@ def evaluate_scenarios(
         experiment = build(dataclasses.replace(config, game=name))
         params = experiment.init().params if params is None else params
         game = experiment.game.game.scored
-        outcomes = {"model": experiment.evaluate(params, episodes=episodes, temperature=temperature, seed=seed)}
+        outcome = experiment.evaluate(
+            params, episodes=episodes, temperature=temperature, seed=seed, keep_episodes=export is not None
+        )
+        if export is not None and outcome.played is not None:
+            export.extend(transcript(experiment.game.scored, outcome.played))
+        outcomes = {"model": outcome}
         for player, plays in players_of(game.environment).items():
             outcomes[player] = play_without_model(game, plays, episodes=episodes, seed=seed)
         results[name] = _with_optimum({player: summarise(outcome) for player, outcome in outcomes.items()})
@@ -145,7 +159,7 @@ def held_out_key(seed: int) -> PRNGKeyArray:
     return jax.random.fold_in(jax.random.key(seed), _HELD_OUT)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "game", "episodes", "rows"))
+@functools.partial(jax.jit, static_argnames=("policy", "game", "episodes", "rows", "keep"))
 def _play_policy(
     policy: LanguageAgentPolicy,
     game: TokenizedGame,
@@ -154,7 +168,8 @@ def _play_policy(
     sampling: Sampling,
     episodes: int,
     rows: int,
-) -> tuple[Array, Array, Array, Array]:
+    keep: bool,
+) -> tuple[tuple[Array, Array, Array, Array], Episodes | None]:
     played = play(
         policy,
         game,
@@ -170,7 +185,7 @@ def _play_policy(
     alive = played.alive[:, 0]
     lengths = alive.sum(-1)
     unreadable = jnp.sum(alive & ~played.reply.readable[:, 0], axis=-1) / lengths
-    return played.returns[:, 0], played.success[:, 0], lengths, unreadable
+    return (played.returns[:, 0], played.success[:, 0], lengths, unreadable), played if keep else None
 
 
 @functools.partial(jax.jit, static_argnames=("game", "player", "episodes"))
@@ -200,5 +215,6 @@ def _play_without_model(
     return returns, jax.vmap(lambda s: game.won(s, game.params))(state), lengths, nothing
 
 
-def _outcome(arrays: tuple[Array, Array, Array, Array]) -> Outcome:
-    return Outcome(*(np.asarray(x) for x in arrays))
+def _outcome(arrays: tuple[Array, Array, Array, Array], played: Episodes | None = None) -> Outcome:
+    returns, success, lengths, unreadable = (np.asarray(x) for x in arrays)
+    return Outcome(returns, success, lengths, unreadable, played)

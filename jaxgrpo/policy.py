@@ -115,6 +115,7 @@ class LanguageAgentPolicy:
         """The model with its parameters."""
         return nnx.merge(self.graphdef, params)
 
+    @jax.named_scope("prefix")
     def prefix(self, params: PyTree[Array]) -> Prefix:
         """Keys and values of the static prompt, without a batch axis."""
         return self.model(params).prefill(jnp.asarray(self.prefix_ids, jnp.int32))

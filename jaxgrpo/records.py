@@ -118,6 +118,26 @@ class RunFolder:
         return self.path / "curve.png"
 
     @property
+    def tensorboard(self) -> AnyPath:
+        """TensorBoard's event files, one per session."""
+        return self.path / "tensorboard"
+
+    @property
+    def wandb(self) -> AnyPath:
+        """What Weights & Biases keeps, and the id of its run."""
+        return self.path / "wandb"
+
+    @property
+    def episodes(self) -> AnyPath:
+        """One JSON object per step of exported episodes."""
+        return self.path / "episodes.jsonl"
+
+    @property
+    def profile(self) -> AnyPath:
+        """Trace of some iterations, and the seconds of their parts."""
+        return self.path / "profile"
+
+    @property
     def holds_run(self) -> bool:
         """Whether there is something here that a new run would write over."""
         ours = (self.config, self.manifest, self.metrics, self.evaluations, self.curve)

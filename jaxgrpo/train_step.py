@@ -88,6 +88,7 @@ class TrainStep:
         """The optimiser's state before the first iteration."""
         return self._optimizer(hp, jnp.int32(0)).init(params)
 
+    @jax.named_scope("play")
     def rollout(self, state: TrainState, fixed: Fixed, hp: HyperParameters) -> Episodes:
         """Plays the iteration's episodes."""
         options, params = self.config.play, join(state.params, fixed.params)
@@ -110,8 +111,10 @@ class TrainStep:
         self, state: TrainState, episodes: Episodes, fixed: Fixed, hp: HyperParameters
     ) -> tuple[TrainState, Metrics]:
         """Learns from episodes: `passes` times over their rows, in `minibatches` optimiser steps each."""
-        targets = self.algorithm.targets(_key(state, _CHOOSE), episodes, hp)
-        rows, count = build_rows(episodes, targets.chosen, targets.visit, targets.weight, targets.target)
+        with jax.named_scope("targets"):
+            targets = self.algorithm.targets(_key(state, _CHOOSE), episodes, hp)
+        with jax.named_scope("rows"):
+            rows, count = build_rows(episodes, targets.chosen, targets.visit, targets.weight, targets.target)
         if self.config.learn.old_logprobs == "recompute":
             recomputed = self._log_prob(join(state.params, fixed.params), rows, count, hp)
             rows = rows._replace(old_log_prob=recomputed, rollout_log_prob=rows.old_log_prob)
@@ -184,6 +187,7 @@ class TrainStep:
             params, prefix, rows.observation, rows.observation_length, rows.reply, rows.reply_length, hp.temperature
         )
 
+    @jax.named_scope("gradient")
     def _gradient(
         self,
         params: Any,
@@ -241,6 +245,7 @@ class TrainStep:
         options = self.config.optimizer
         return make_optimizer(hp, learning_rate(hp, iteration, options.schedule), clip=options.gradient_clip > 0)
 
+    @jax.named_scope("optimiser")
     def _apply(
         self, params: Any, opt_state: Any, grads: Any, report: "_Report", iteration: Array, hp: HyperParameters
     ) -> tuple[tuple[Any, Any], "_Learned"]:

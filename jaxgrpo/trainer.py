@@ -7,17 +7,20 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from jaxgrpo import report
+from jaxgrpo import export, report
 from jaxgrpo.checkpoints import Checkpoints, bytes_of
 from jaxgrpo.config import ConfigError, TrainConfig
 from jaxgrpo.display import Display
+from jaxgrpo.profiling import CHECKPOINT, EVALUATION, ROLLOUT, UPDATE, Profile
+from jaxgrpo.recompilation import CompilationWatch
 from jaxgrpo.records import (
     JsonLines,
     RunFolder,
@@ -31,6 +34,7 @@ from jaxgrpo.records import (
 )
 from jaxgrpo.stopping import SKIPPED_LIMIT, Exit, StopSignals
 from jaxgrpo.storage import AnyPath, is_stored
+from jaxgrpo.writers import JsonRows, Kind, Writer, open_views, require_views
 
 
 @runtime_checkable
@@ -53,6 +57,17 @@ class Trainable(Protocol):
 
     def step(self, state: Any, hyperparameters: Any, /) -> tuple[Any, dict[str, jax.Array]]:
         """One iteration: the next state (the given one is donated) and its metrics, float32 scalars."""
+        ...
+
+    def rollout(self, state: Any, hyperparameters: Any, /) -> Any:
+        """The first half of an iteration: its episodes; asked for where they are exported or profiled."""
+
+    def update(self, state: Any, episodes: Any, hyperparameters: Any, /) -> tuple[Any, dict[str, jax.Array]]:
+        """The second half: `update(state, rollout(state, hp), hp)` gives what `step(state, hp)` gives."""
+        ...
+
+    def transcript(self, episodes: Any, iteration: int, /) -> Iterable[dict[str, Any]]:
+        """Episodes as rows of text, made as they are read."""
         ...
 
     def evaluate(self, params: Any, *, episodes: int, temperature: float) -> Any:
@@ -86,6 +101,7 @@ def train(config: TrainConfig, *, experiment: Trainable | None = None, quiet: bo
     Raises:
         ConfigError: the configuration and the folder do not agree, or the disk is full or cannot be written.
     """
+    require_views(config)
     folder = RunFolder.of(config)
     is_new = not folder.path.exists()
     folder.claim(config)
@@ -151,6 +167,11 @@ class _Session:
         self.config, self.folder, self.experiment = config, folder, experiment
         self.display, self.signals, self.opened = display, signals, opened
         opened.callback(display.stop)
+        # First of all, for Weights & Biases may refuse: the folder then holds no run yet.
+        self.views = [opened.enter_context(contextlib.closing(v)) for v in open_views(config, folder, display.say)]
+        self.watch = opened.enter_context(contextlib.closing(CompilationWatch(display.say)))
+        self.profile = Profile(Path(folder.profile), config.run.profile, display.say)
+        opened.callback(self.profile.close)
         self.checkpoints = Checkpoints(folder.checkpoints, keep=config.run.keep)
         opened.callback(self.checkpoints.abandon)
         start = self.checkpoints.latest
@@ -160,9 +181,10 @@ class _Session:
             self._begin()
         else:
             self._restore(start)
+        self._open_writers()
         # Reads metrics as they become ready, even while the main thread waits in the next step's dispatch.
         self.reader = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="metrics"))
-        self.pending: tuple[int, Future[tuple[dict[str, float], float]]] | None = None
+        self.pending: _Pending | None = None
         self.skipped = 0
 
     # -- Start ------------------------------------------------------------------------------------------------------
@@ -207,6 +229,20 @@ class _Session:
         due = JsonLines(self.folder.evaluations, keep=lambda i: keep(i) and self._is_due(i))
         self.evaluations = self.opened.enter_context(contextlib.closing(due))
 
+    def _open_writers(self) -> None:
+        """All that takes rows, the record first, and the log of episodes where one is asked for."""
+        record = JsonRows({"train": self.metrics, "held-out": self.evaluations})
+        self.writers: list[Writer] = [record, *self.views]
+        for writer in self.writers:
+            writer.begin(self.iteration)
+        self.episodes: export.EpisodeLog | None = None
+        if is_stored(self.folder.path):
+            return  # episodes are exported here alone, see `require_views`
+        export.cut(Path(self.folder.episodes), after=self.iteration)
+        if self.config.run.export_episodes:
+            log = export.EpisodeLog(Path(self.folder.episodes))
+            self.episodes = self.opened.enter_context(contextlib.closing(log))
+
     def _record_session(self) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.manifest["sessions"].append({"started": now, "from": self.iteration, "to": None, "ended": None})
@@ -230,21 +266,43 @@ class _Session:
         return self._finish(ending)
 
     def _iterate(self) -> Exit:
-        run, hyperparameters = self.config.run, self.experiment.hyperparameters
+        run = self.config.run
         self.began = self.clock = time.monotonic()
         while self.iteration < self.config.iterations:
             if (reason := self._reason_to_stop()) is not None:
                 return reason
-            self.state, metrics = self.experiment.step(self.state, hyperparameters)
+            metrics, rows = self._advance(self.iteration + 1)
             # The row of the iteration before is written while the device works on this one.
             self._drain()
             self.iteration += 1
-            self.pending = (self.iteration, self.reader.submit(_fetch, metrics))
+            self.pending = _Pending(self.iteration, self.reader.submit(_fetch, metrics), rows)
             if self.iteration % run.checkpoint_every == 0:
                 self._checkpoint()
             self._evaluate_if_due()
         self._drain()
         return self._reason_to_stop() or Exit.DONE
+
+    def _advance(self, number: int) -> tuple[dict[str, jax.Array], Iterable[dict[str, Any]]]:
+        """Run iteration `number`: its metrics, and the steps to export.
+
+        Compiled whole, episodes never leave the step. An iteration whose episodes or parts are wanted runs as its two
+        halves, so that all others run the very program they would run anyway.
+        """
+        every, hyperparameters = self.config.run.export_episodes, self.experiment.hyperparameters
+        exports, profiled = every > 0 and number % every == 0, self.profile.halves()
+        if not exports and not profiled:
+            self.state, metrics = self._watched(self.experiment.step, self.state, hyperparameters)
+            return metrics, ()
+        with self.profile.iteration(number) if profiled else contextlib.nullcontext():
+            part = self.profile.timed if profiled else lambda name, call: call()
+            episodes = part(ROLLOUT, lambda: self._watched(self.experiment.rollout, self.state, hyperparameters))
+            self.state, metrics = part(
+                UPDATE, lambda: self._watched(self.experiment.update, self.state, episodes, hyperparameters)
+            )
+        return metrics, self.experiment.transcript(episodes, number) if exports else ()
+
+    def _watched(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.watch(function, *args, when=f" after iteration {self.iteration}", **kwargs)
 
     def _reason_to_stop(self) -> Exit | None:
         if self.signals.received is not None:
@@ -260,32 +318,40 @@ class _Session:
         """Write the row of the iteration whose metrics are still on the device."""
         if self.pending is None:
             return
-        iteration, (values, ready) = self.pending[0], self.pending[1].result()
-        self.pending = None
+        pending, self.pending = self.pending, None
+        values, ready = pending.values.result()
         seconds, self.clock = ready - self.clock, ready
         row = ordered_row(
             values
             | {
-                "iteration": iteration,
+                "iteration": pending.iteration,
                 "seconds": round(seconds, 4),
                 "episodes_per_s": round(self.config.episodes / seconds, 2),
                 "tokens_per_s": round(values["played_tokens"] / seconds, 1),
             }
         )
-        self.metrics.append(row)
+        if self.episodes is not None:
+            self.episodes.extend(pending.rows)
+        self._write("train", row)
         self.display.row(row)
         learn = self.config.learn
         all_skipped = values["skipped_updates"] >= learn.passes * learn.minibatches
         self.skipped = self.skipped + 1 if all_skipped else 0
+
+    def _write(self, kind: Kind, row: dict[str, Any]) -> None:
+        for writer in self.writers:
+            writer.write(kind, row)
 
     def _checkpoint(self) -> None:
         """Start a checkpoint of this iteration; all rows up to it are on the disk before it can be whole."""
         self._drain()
         if self.checkpoints.latest == self.iteration:
             return
-        self.metrics.sync()
-        self.evaluations.sync()
-        self.checkpoints.save(self.iteration, self.state)
+        with self.profile.part(CHECKPOINT):
+            for writer in self.episodes, *self.writers:
+                if writer is not None:
+                    writer.sync()
+            self.checkpoints.save(self.iteration, self.state)
         self.clock = time.monotonic()
 
     # -- Evaluation -------------------------------------------------------------------------------------------------
@@ -304,12 +370,16 @@ class _Session:
             return
         self._drain()
         run, began = self.config.run, time.monotonic()
-        outcome = self.experiment.evaluate(
-            self.state.params, episodes=run.evaluate_episodes, temperature=run.evaluate_temperature
-        )
+        with self.profile.part(EVALUATION):
+            outcome = self._watched(
+                self.experiment.evaluate,
+                self.state.params,
+                episodes=run.evaluate_episodes,
+                temperature=run.evaluate_temperature,
+            )
         self.clock = time.monotonic()
         row = {"iteration": self.iteration, **_summary(outcome), "temperature": run.evaluate_temperature}
-        self.evaluations.append({**row, "seconds": round(self.clock - began, 4)})
+        self._write("held-out", {**row, "seconds": round(self.clock - began, 4)})
         if self.iteration < self.config.iterations:  # the last lines tell of the last one
             when = "before" if self.iteration == 0 else f"after {self.iteration}"
             self.display.say(
@@ -357,8 +427,21 @@ class _Session:
                 f"Stopped after iteration {self.iteration} of {self.config.iterations}; "
                 f"go on with: jaxgrpo train --out {path} --resume"
             )
-        lines.append(f"Files in {path}: metrics.jsonl, evaluations.jsonl, curve.png, checkpoints/, manifest.json")
+        run = self.config.run
+        more = {"tensorboard/": run.tensorboard, "wandb/": run.wandb, "episodes.jsonl": run.export_episodes > 0}
+        files = ["metrics.jsonl", "evaluations.jsonl", "curve.png", "checkpoints/", "manifest.json"]
+        lines.append(f"Files in {path}: {', '.join(files + [name for name, is_there in more.items() if is_there])}")
         return lines
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """An iteration whose numbers may still be on the device."""
+
+    iteration: int
+    values: "Future[tuple[dict[str, float], float]]"
+    rows: Iterable[dict[str, Any]]
+    """Its steps as text, where they are to be exported."""
 
 
 def _fetch(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], float]:

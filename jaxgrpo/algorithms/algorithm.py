@@ -72,3 +72,12 @@ class Algorithm(Protocol):
         `rollout_log_prob` is what play recorded; else that is None.
         """
         ...
+
+
+@runtime_checkable
+class Advantages(Protocol):
+    """An algorithm that credits each step with an advantage."""
+
+    def advantages(self, episodes: Episodes, hp: HyperParameters) -> Float[Array, "groups samples steps"]:
+        """What the tokens of each step are credited with."""
+        ...

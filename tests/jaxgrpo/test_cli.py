@@ -118,7 +118,8 @@ def test_killed_and_resumed_is_as_never_stopped(trained, tmp_path, capsys):
     assert killed.returncode == -signal.SIGKILL
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 5
     assert main(["train", "--out", str(tmp_path), "--resume"]) == Exit.DONE
-    assert "Resuming after iteration " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Resuming after iteration " in said and "compiled again" not in said
     assert _record(tmp_path) == _record(trained)
 
 
@@ -137,6 +138,29 @@ def test_terminated_by_a_signal_and_resumed_is_as_never_stopped(trained, tmp_pat
     assert Checkpoints(tmp_path / "checkpoints", keep=2).latest == stopped
     first = [without_timings(row) for row in read_rows(tmp_path / "metrics.jsonl")[:6]]
     assert first == [without_timings(row) for row in read_rows(trained / "metrics.jsonl")[: len(first)]]
+
+
+def test_what_looks_on_changes_nothing(trained, tmp_path, capsys, monkeypatch):
+    """Writers, exported and profiled iterations, which run in halves: bit by bit the run without them."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    looks = ["--tensorboard", "--wandb", "--export-episodes", "3", "--profile", "1"]
+    assert main(["train", "--out", str(tmp_path), *SMALL, *looks]) == Exit.DONE
+    assert _record(tmp_path) == _record(trained)
+    said = capsys.readouterr().out
+    assert "compiled again" not in said
+    assert "Profile of iterations 3 to 3" in said
+    assert said.endswith("manifest.json, tensorboard/, wandb/, episodes.jsonl\n")
+    rows = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
+    assert {row["iteration"] for row in rows} == {3, 6}
+    for metrics in read_rows(tmp_path / "metrics.jsonl")[2::3]:
+        steps = [row for row in rows if row["iteration"] == metrics["iteration"]]
+        episodes = [row for row in steps if row["step"] == 0]
+        assert (len(steps), len(episodes)) == (metrics["played_steps"], 32)
+        assert np.mean([row["return"] for row in episodes]) == pytest.approx(metrics["return_mean"])
+        assert np.mean([row["success"] for row in episodes]) == pytest.approx(metrics["success_rate"])
+        assert np.mean([len(row["reply_ids"]) for row in steps]) == pytest.approx(metrics["reply_tokens"])
+        assert sum(row["reward"] for row in steps) / 32 == pytest.approx(metrics["return_mean"])
 
 
 def test_resume_refuses(trained, tmp_path, capsys):
@@ -184,6 +208,11 @@ def test_resume_refuses(trained, tmp_path, capsys):
         ("eval --model tiny --json s3://x/y", r"--json s3://x/y: s3:// is not supported"),
         ("eval --model tiny --scenario", r"--scenario: needs a value\."),
         ("eval --model tiny --episodes 0", r"--episodes 0: must be at least 1\."),
+        ("train --export-episodes -1", r"--export-episodes -1: must be 0 or more\."),
+        ("train --profile -1", r"--profile -1: must be 0 or more\."),
+        ("eval --model tiny --export x.csv", r"--export x\.csv: the name must end in \.jsonl or \.parquet\."),
+        ("eval --run none --export x.jsonl", r"--run none: holds no run"),
+        ("eval --model tiny --export none/x.jsonl", r"--export none/x\.jsonl: there is no folder none\."),
         ("eval --model tiny --json none/x.json", r"--json none/x\.json: there is no folder none\."),
         ("play chess", r"unknown game 'chess'"),
         ("play --style long", r"--style long: allowed are short, full\."),
@@ -276,8 +305,9 @@ def test_exit_codes_in_the_documentation():
 
 
 def test_eval_of_a_run(trained, tmp_path, capsys):
-    path = tmp_path / "results.json"
+    path, exported = tmp_path / "results.json", tmp_path / "steps.jsonl"
     words = ["--scenario", "frozen-lake", "frozen-lake-slippery", "--episodes", "16", "--json", str(path)]
+    words += ["--export", str(exported)]
     assert main(["eval", "--run", str(trained), *words]) == Exit.DONE
     tables = capsys.readouterr().out.split("frozen-lake-slippery")
     scenarios = json.loads(path.read_text())["scenarios"]
@@ -291,6 +321,14 @@ def test_eval_of_a_run(trained, tmp_path, capsys):
         assert players["model"]["optimum_share"] == pytest.approx(
             players["model"]["return_mean"] / players["optimal"]["return_mean"]
         )
+    steps = [json.loads(line) for line in exported.read_text().splitlines()]
+    for game, players in scenarios.items():
+        first = [row for row in steps if row["game"] == game and row["step"] == 0]
+        played = sum(row["game"] == game for row in steps) / len(first)
+        assert len(first) == 16 and played == pytest.approx(players["model"]["episode_length"])
+        assert np.mean([row["return"] for row in first]) == pytest.approx(players["model"]["return_mean"])
+        assert np.mean([row["success"] for row in first]) == players["model"]["success_rate"]
+    assert {row["iteration"] for row in steps} == {row["advantage"] for row in steps} == {None}
     # The same held-out games as in training's last evaluation.
     last = read_rows(trained / "evaluations.jsonl")[-1]
     assert scenarios["frozen-lake"]["model"]["success_rate"] == last["success_rate"]

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,10 +27,13 @@ class State(struct.PyTreeNode):
 _OPTIMIZER = optax.adam(0.1)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _step(state: State, fails: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-    noise = jax.random.normal(jax.random.fold_in(state.key, state.iteration), (16, 4))
-    loss, grads = jax.value_and_grad(lambda p: jnp.mean((p["w"] - 1 + 0.1 * noise) ** 2))(state.params)
+def _play(state: State) -> jax.Array:
+    """Noise in eighths: their products and sums are exact, so that the two halves give the bits of the whole step."""
+    return jnp.round(8 * jax.random.normal(jax.random.fold_in(state.key, state.iteration), (16, 4))) / 8
+
+
+def _learn(state: State, noise: jax.Array, fails: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean((p["w"] - 1 + 0.125 * noise) ** 2))(state.params)
     updates, opt_state = _OPTIMIZER.update(grads, state.opt_state)
     metrics = {
         "loss": jnp.where(fails, jnp.nan, loss),
@@ -47,6 +50,15 @@ def _step(state: State, fails: jax.Array) -> tuple[State, dict[str, jax.Array]]:
     }
     params = optax.apply_updates(state.params, updates)
     return state.replace(params=params, opt_state=opt_state, iteration=state.iteration + 1), metrics
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _step(state: State, fails: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+    return _learn(state, _play(state), fails)
+
+
+_rollout = jax.jit(_play)
+_update = jax.jit(_learn, donate_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +85,25 @@ class Toy:
         return self.init()
 
     def step(self, state: State, hyperparameters: Any, /) -> tuple[State, dict[str, jax.Array]]:
+        self._signal(state)
+        return _step(state, jnp.bool_(self.fails))
+
+    def rollout(self, state: State, hyperparameters: Any, /) -> jax.Array:
+        self._signal(state)
+        return _rollout(state)
+
+    def update(self, state: State, episodes: jax.Array, hyperparameters: Any, /) -> tuple[State, dict[str, jax.Array]]:
+        return _update(state, episodes, jnp.bool_(self.fails))
+
+    def transcript(self, episodes: jax.Array, iteration: int, /) -> Iterator[dict[str, Any]]:
+        """A row for every other row of the noise."""
+        for sample, noise in enumerate(episodes[::2].tolist()):
+            yield {"iteration": iteration, "sample": sample, "log_probs": noise}
+
+    def _signal(self, state: State) -> None:
         number = int(state.iteration) + 1
         if number in self.signals:
             signal.raise_signal(self.signals[number])
-        return _step(state, jnp.bool_(self.fails))
 
     def evaluate(self, params: Any, *, episodes: int, temperature: float) -> Outcome:
         threshold = float(jnp.mean((params["w"] - 1) ** 2)) + temperature

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxgrpo.model import weights
+from jaxgrpo.model import files, weights
 from jaxgrpo.model.config import ModelConfig, UnsupportedModelError
 
 CONFIG = ModelConfig(
@@ -80,7 +80,7 @@ def write_gguf(path, tensors, quantised=None, architecture="llama", **changes):
 
 
 def gguf_tensors(directory, permute=True):
-    names = {names.hf.format(i): names.gguf.format(i) for names in weights._NAMES.values() for i in range(2)}
+    names = {names.hf.format(i): names.gguf.format(i) for names in files.FILE_NAMES.values() for i in range(2)}
     tensors = {names[name]: tensor for name, tensor in load_file(directory / "model.safetensors").items()}
     for name, tensor in tensors.items():
         heads = {"attn_q.weight": 4, "attn_k.weight": 2}.get(name.split(".", 2)[-1])

@@ -226,8 +226,12 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
         raise UnsupportedModelError("model partial_rotary_factor below 1 is not supported")
     if values.get("rope_interleaved"):
         raise UnsupportedModelError("model rope_interleaved is not supported; heads must be rotated by halves")
+    if others := set(values.get("layer_types") or []) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModelError(f"model layer type {min(others)!r} is not supported; only 'full_attention' is")
     if _slides(values):
         raise UnsupportedModelError("model sliding-window attention is not supported; set use_sliding_window to false")
+    if values.get("num_experts") or values.get("num_local_experts"):
+        raise UnsupportedModelError("model mixture of experts is not supported; only dense feed-forward layers are")
     if values.get("mlp_bias"):
         raise UnsupportedModelError("model mlp_bias is not supported; feed-forward biases must be absent")
     if values.get("quantization_config"):
@@ -237,7 +241,7 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
 def _slides(values: Mapping[str, Any]) -> bool:
     """Whether any layer attends to a window only: Qwen's configurations name one that they do not use."""
     if layer_types := values.get("layer_types"):
-        return any(kind != "full_attention" for kind in layer_types)
+        return "sliding_attention" in layer_types
     layers = values.get("num_hidden_layers", 0)
     return bool(values.get("use_sliding_window")) and values.get("max_window_layers", 0) < layers
 

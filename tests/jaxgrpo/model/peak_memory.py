@@ -63,7 +63,7 @@ def named(params) -> dict[str, jax.Array]:
     """The parameters by their names in `declare`."""
     leaves = jax.tree.leaves_with_path(params)
     paths = ((jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves)
-    return {path.removesuffix(".value"): x for path, x in paths}
+    return {path.removesuffix(".value").replace("layers.0.", "layers."): x for path, x in paths}
 
 
 def main(folder: Path, copy: Path) -> None:

@@ -59,7 +59,7 @@ def test_quantised_weights_are_close(llama, tmp_path, kind):
     for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
         assert one.dtype == np.float32
         np.testing.assert_allclose(one, other, atol=0.03)
-    assert not np.array_equal(params["layers"]["up"][...], expected["layers"]["up"][...])
+    assert not np.array_equal(params["layers"][0]["up"][...], expected["layers"][0]["up"][...])
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
@@ -70,12 +70,14 @@ def test_k_types_are_expanded_in_the_right_order(tmp_path, kind):
     expanded = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
     assert 0.02 < expanded["blk.1.ffn_up.weight"].std() < 0.2
     model = nnx.merge(nnx.split(weights.Transformer.abstract(WIDE))[0], params)
-    np.testing.assert_array_equal(model.embedding[...], expanded["token_embd.weight"])
-    np.testing.assert_array_equal(model.layers["down"][1], expanded["blk.1.ffn_down.weight"])
-    np.testing.assert_array_equal(model.layers["output"][0].reshape(256, 256), expanded["blk.0.attn_output.weight"])
+    np.testing.assert_array_equal(model.parameter("embedding"), expanded["token_embd.weight"])
+    np.testing.assert_array_equal(model.parameter("layers.down")[1], expanded["blk.1.ffn_down.weight"])
+    np.testing.assert_array_equal(
+        model.parameter("layers.output")[0].reshape(256, 256), expanded["blk.0.attn_output.weight"]
+    )
     keys = expanded["blk.1.attn_k.weight"].reshape(4, 64, 256)
-    np.testing.assert_array_equal(model.layers["key"][1][:, :32], keys[:, ::2])
-    np.testing.assert_array_equal(model.layers["key"][1][:, 32:], keys[:, 1::2])
+    np.testing.assert_array_equal(model.parameter("layers.key")[1][:, :32], keys[:, ::2])
+    np.testing.assert_array_equal(model.parameter("layers.key")[1][:, 32:], keys[:, 1::2])
 
 
 def test_llama3_rope_scaling(tmp_path):

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxgrpo.model import weights
 from jaxgrpo.model.config import ModelConfig
+from jaxgrpo.model.trained import parse_layers, restack
 from jaxgrpo.model.transformer import Transformer, declare
 from tests.jaxgrpo.model.checkpoints import CONFIG, assert_same, error_of, rewrite_json
 
@@ -44,6 +45,14 @@ def test_saved_weights_load_back(tmp_path, config):
     assert found_config == config
     assert weights.read_config(tmp_path) == config
     assert_same(found, params)
+
+
+def test_layers_in_several_stacks_are_saved_as_one_model(tmp_path):
+    params = weights.init(CONFIG, jax.random.key(1))
+    stacks = parse_layers("1", CONFIG.layers)
+    divided = restack(nnx.merge(nnx.split(Transformer.abstract(CONFIG))[0], params), stacks)
+    weights.save_pretrained(tmp_path, CONFIG, divided, stacks=stacks)
+    assert_same(weights.load(tmp_path)[1], params)
 
 
 def test_parameters_stay_free_to_move(saved):

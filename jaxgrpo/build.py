@@ -122,6 +122,19 @@ class Experiment:
             rows=self.config.play.rollout_rows,
         )
 
+    def save_pretrained(self, folder: Path, params: Any, *, dtype: str = "float32") -> None:
+        """Writes the whole model and its tokenizer as Hugging Face files, which transformers and `--model` load.
+
+        Args:
+            folder: for the files.
+            params: the trained parameters, `TrainState.params`.
+            dtype: of the stored weights, float32 or bfloat16.
+        """
+        whole = join(params, self.fixed.params)
+        weights.save_pretrained(folder, self._model.config, whole, dtype=dtype, stacks=self._model.stacks)
+        # The configuration of the model may name ends that the tokenizer's files do not.
+        dataclasses.replace(self.game.tokenizer, eos_ids=self.policy.eos_ids).save_pretrained(folder)
+
     @functools.cached_property
     def _compiled(self) -> Any:
         return jax.jit(self.train_step, donate_argnums=0)

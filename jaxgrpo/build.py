@@ -79,11 +79,13 @@ class Experiment:
 
     def template(self) -> TrainState:
         """A state whose arrays are like those of `init`; of another run's parameters it needs nothing."""
-        return self._state(self._model.divide(self._model.whole(self.config.seed))[0])
+        return self._state(self._model.own(self.config.seed)[0])
 
     def _initial(self) -> tuple[Any, Any]:
         """Trained and frozen parameters before the first iteration."""
-        return self._model.divide(_whole_at_start(self.config, self._model, self._start))
+        if self._start is None:
+            return self._model.own(self.config.seed)
+        return self._model.divide(self._start.params(self.config.model))
 
     def _state(self, params: Any) -> TrainState:
         return TrainState(
@@ -356,6 +358,13 @@ class _Model:
         if self.path.suffix == ".json":
             return jax.jit(functools.partial(weights.init, self.config))(_key(seed, _WEIGHTS))
         return weights.load(self.path, compute_dtype=self.config.compute_dtype)[1]
+
+    def own(self, seed: int) -> tuple[Any, Any]:
+        """Trained and frozen parameters of `whole`; those in files are read as they are divided, without a copy."""
+        if self.path.suffix == ".json":
+            return self.divide(self.whole(seed))
+        loaded = weights.load(self.path, compute_dtype=self.config.compute_dtype, stacks=self.stacks)[1]
+        return split_trained(loaded, self.stacks)
 
 
 def _compute_dtype() -> str:

@@ -82,6 +82,7 @@ def load(
     *,
     shardings: Mapping[str, Sharding] | None = None,
     dtype: DTypeLike = jnp.float32,
+    stacks: Sequence[Stack] = (),
 ) -> tuple[ModelConfig, PyTree]:
     """Configuration and parameters (an `nnx.State`) of a directory of Hugging Face files or of a GGUF file.
 
@@ -93,6 +94,7 @@ def load(
         compute_dtype: see `ModelConfig`.
         shardings: where each parameter goes, by its name in `declare`; None is the default device.
         dtype: type of the parameters, whatever the file holds.
+        stacks: how the layers are to be divided, as in `Transformer`.
 
     Raises:
         WeightsError: the file is damaged, lacks tensors, has others than the model's, or tensors of other shapes.
@@ -102,11 +104,14 @@ def load(
     config = file.config(compute_dtype)
     layouts = {name: _Layout.of(name, declaration) for name, declaration in declare(config).items()}
     _check_tensors(file, config, layouts)
-    values = {}
-    for name, layout in layouts.items():
+    model = Transformer.abstract(config, stacks)
+    params = []
+    for place, param in nnx.to_flat_state(nnx.split(model)[1]):
+        layout = _layout_at(place, layouts, model.stacks)
+        sharding = None if shardings is None else shardings[layout.name]
         read = functools.partial(_read_block, file, layout, dtype)
-        values[name] = _placed(layout, dtype, None if shardings is None else shardings[name], read)
-    return config, nnx.split(Transformer(config, values))[1]
+        params.append((place, param.replace(_placed(layout, dtype, sharding, read))))
+    return config, nnx.from_flat_state(params)
 
 
 class _Layout(NamedTuple):
@@ -117,12 +122,14 @@ class _Layout(NamedTuple):
         shape: ours, the layers included.
         stacked: whether axis 0 is the layers, each of which is a tensor of its own in a file.
         heads: axis of heads that a file merges with the axis of head_dim behind it; None where there is none.
+        first: layer that a stacked parameter begins with.
     """
 
     name: str
     shape: tuple[int, ...]
     stacked: bool
     heads: int | None
+    first: int = 0
 
     @classmethod
     def of(cls, name: str, declaration: Declaration) -> "_Layout":
@@ -145,6 +152,16 @@ class _Layout(NamedTuple):
         if self.stacked:
             return 1
         return max(1, _BLOCK_BYTES // (math.prod(self.shape[1:]) * jnp.dtype(dtype).itemsize))
+
+
+def _layout_at(place: tuple[Any, ...], layouts: Mapping[str, _Layout], stacks: Sequence[Stack]) -> _Layout:
+    """The layout of what stands at a place of the model's state: of the layers' parameters, the part of one stack."""
+    if len(place) == 1:
+        return layouts[place[0]]
+    _, stack, name = place
+    whole = layouts[f"layers.{name}"]
+    first = sum(below.layers for below in stacks[:stack])
+    return whole._replace(shape=(stacks[stack].layers, *whole.shape[1:]), first=first)
 
 
 def _check_tensors(file: WeightsFile, config: ModelConfig, layouts: Mapping[str, _Layout]) -> None:
@@ -173,7 +190,7 @@ def _read_block(file: WeightsFile, layout: _Layout, dtype: DTypeLike, index: Ind
     """The part of a parameter that `index` says; of a stacked one, a part of one layer."""
     name, heads = file.name_of(layout.name), layout.heads
     if layout.stacked:
-        name = name.format(index[0].start)
+        name = name.format(layout.first + index[0].start)
     within = list(index)
     if heads is not None:
         size = layout.shape[heads + 1]

@@ -47,12 +47,13 @@ def test_saved_weights_load_back(tmp_path, config):
     assert_same(found, params)
 
 
-def test_layers_in_several_stacks_are_saved_as_one_model(tmp_path):
+def test_layers_in_several_stacks_are_one_model_in_a_file(tmp_path):
     params = weights.init(CONFIG, jax.random.key(1))
     stacks = parse_layers("1", CONFIG.layers)
     divided = restack(nnx.merge(nnx.split(Transformer.abstract(CONFIG))[0], params), stacks)
     weights.save_pretrained(tmp_path, CONFIG, divided, stacks=stacks)
     assert_same(weights.load(tmp_path)[1], params)
+    assert_same(weights.load(tmp_path, stacks=stacks)[1], divided)
 
 
 def test_parameters_stay_free_to_move(saved):

@@ -56,6 +56,12 @@ def test_layers_in_several_stacks_are_one_model_in_a_file(tmp_path):
     assert_same(weights.load(tmp_path, stacks=stacks)[1], divided)
 
 
+def test_large_parameters_are_read_in_blocks(saved, monkeypatch):
+    whole = weights.load(saved)[1]
+    monkeypatch.setattr(weights, "_BLOCK_BYTES", 1000)  # 7 rows of the embedding's 64
+    assert_same(weights.load(saved)[1], whole)
+
+
 def test_parameters_stay_free_to_move(saved):
     _, params = weights.load(saved)
     assert not any(x.committed for x in jax.tree.leaves(params))

@@ -173,15 +173,13 @@ class TextTokenizer:
         parts = ("tokens", "token_type", "merges")
         if missing := [part for part in parts if f"tokenizer.ggml.{part}" not in fields]:
             raise TokenizerError(f"{path}: the header has no tokenizer.ggml.{missing[0]}; the tokenizer is incomplete")
-        tokens, kinds, merges = (fields[f"tokenizer.ggml.{part}"] for part in parts)
-        vocab = {t: i for i, (t, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _GGUF_UNUSED}
-        backend = _byte_level_bpe(vocab, [tuple(merge.split(" ")) for merge in merges], name)
-        backend.add_special_tokens([_added(t, True) for t, k in zip(tokens, kinds, strict=True) if k == _GGUF_CONTROL])
-        backend.add_tokens([_added(t, False) for t, k in zip(tokens, kinds, strict=True) if k == _GGUF_USER_DEFINED])
-        ids = {key: fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot")}
-        named = {f"{key}_token": tokens[i] for key, i in ids.items() if i is not None and key != "eot"}
-        ends = [i for key, i in ids.items() if i is not None and key != "bos"]
-        return _assemble(backend, fields.get("tokenizer.chat_template") or CHATML_TEMPLATE, named, ends)
+        try:
+            return _from_gguf_fields(fields, name)
+        except TokenizerError:
+            raise
+        except Exception as error:  # `tokenizers` raises bare Exception where merges and tokens contradict each other
+            reason = str(error).splitlines()[0]
+            raise TokenizerError(f"{path}: the tokenizer in the header is damaged ({reason})") from error
 
     @classmethod
     def from_tiktoken(cls, path: str | Path) -> "TextTokenizer":
@@ -400,6 +398,18 @@ def _read_gguf_header(path: Path) -> dict[str, Any]:
         raise TokenizerError(
             f"{path}: not a complete GGUF file ({str(error).splitlines()[0]}); download it again"
         ) from error
+
+
+def _from_gguf_fields(fields: Mapping[str, Any], pre_tokenizer: str) -> TextTokenizer:
+    tokens, kinds, merges = (fields[f"tokenizer.ggml.{part}"] for part in ("tokens", "token_type", "merges"))
+    vocab = {t: i for i, (t, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _GGUF_UNUSED}
+    backend = _byte_level_bpe(vocab, [tuple(merge.split(" ")) for merge in merges], pre_tokenizer)
+    backend.add_special_tokens([_added(t, True) for t, k in zip(tokens, kinds, strict=True) if k == _GGUF_CONTROL])
+    backend.add_tokens([_added(t, False) for t, k in zip(tokens, kinds, strict=True) if k == _GGUF_USER_DEFINED])
+    ids = {key: fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot")}
+    named = {f"{key}_token": tokens[i] for key, i in ids.items() if i is not None and key != "eot"}
+    ends = [i for key, i in ids.items() if i is not None and key != "bos"]
+    return _assemble(backend, fields.get("tokenizer.chat_template") or CHATML_TEMPLATE, named, ends)
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

@@ -236,7 +236,10 @@ class GGUFFile:
 
     def _field(self, name: str, default: Any = None) -> Any:
         field = self._reader.get_field(name)
-        return default if field is None else field.contents()
+        try:
+            return default if field is None else field.contents()
+        except ValueError as error:  # text that is not UTF-8
+            raise WeightsError(f"{self.path}: the header's {name} is damaged ({one_line(error)})") from error
 
     def config(self, compute_dtype: str) -> ModelConfig:
         """The configuration in the header, and what the presence of tensors says about it.

@@ -204,6 +204,19 @@ def test_incomplete_gguf_tokenizers_are_refused(tmp_path, tiny):
         TextTokenizer.from_gguf(tmp_path / "model.gguf")
 
 
+def test_gguf_tokenizers_that_contradict_themselves_are_refused_in_one_line(tmp_path, tiny):
+    path = tmp_path / "model.gguf"
+    _write_gguf(path, tiny, "qwen2")
+    data = path.read_bytes()
+    at = data.index(b"l e", data.index(b"tokenizer.ggml.merges"))
+    path.write_bytes(data[:at] + b"l \x00" + data[at + 3 :])
+    with pytest.raises(
+        TokenizerError, match=r"the tokenizer in the header is damaged \(.*out of vocabulary\)"
+    ) as error:
+        TextTokenizer.from_gguf(path)
+    assert "\n" not in str(error.value)
+
+
 def test_gguf_of_unknown_kind_is_refused_by_name(tmp_path, tiny):
     _write_gguf(tmp_path / "pre.gguf", tiny, "deepseek-llm")
     with pytest.raises(TokenizerError, match=r"pre-tokenizer 'deepseek-llm' is not supported; allowed: .*smollm"):

@@ -1,6 +1,7 @@
 """GGUF files: every type expanded as the gguf package does, rows in the right order, what is not computed refused."""
 
 import dataclasses
+import itertools
 
 import gguf
 import jax
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file
 from jaxgrpo.model import weights
 from jaxgrpo.model.attention import rope_frequencies
 from jaxgrpo.model.config import RopeScaling, UnsupportedModelError
+from jaxgrpo.model.files import open_weights
 from tests.jaxgrpo.model.checkpoints import CONFIG, assert_same, error_of
 from tests.jaxgrpo.model.gguf_files import Kind, gguf_tensors, write_gguf
 
@@ -105,6 +107,27 @@ def test_truncated(llama, tmp_path, keep):
     message = error_of(weights.load, path)
     assert str(path) in message
     assert "not a whole GGUF file" in message
+
+
+def test_damaged_header(llama, tmp_path):
+    path = tmp_path / "a.gguf"
+    write_gguf(path, CONFIG, llama[1])
+    data = path.read_bytes()
+    at = data.index(b"llama", data.index(b"general.architecture"))
+    path.write_bytes(data[:at] + b"\xff" + data[at + 1 :])
+    assert "the header's general.architecture is damaged" in error_of(weights.load, path)
+
+
+def test_slices_are_parts_of_the_whole(tmp_path):
+    """As each device reads its own part: rows of llama.cpp's order, columns of expanded blocks."""
+    tensors = random_checkpoint(tmp_path, WIDE)
+    kinds = dict(zip(tensors, itertools.cycle([Kind.Q4_K, Kind.Q8_0, Kind.F16, Kind.BF16]), strict=False))
+    write_gguf(tmp_path / "a.gguf", WIDE, tensors, kinds)
+    for file in (open_weights(tmp_path / "a.gguf"), open_weights(tmp_path)):
+        for name in file.names():
+            whole = file.read(name, tuple(slice(0, size) for size in file.shape(name)))
+            part = tuple(slice(size // 4 + 3, size - 5) for size in whole.shape)
+            np.testing.assert_array_equal(file.read(name, part), whole[part])
 
 
 def test_tensors_that_do_not_fit(llama, tmp_path):

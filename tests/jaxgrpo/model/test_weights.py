@@ -21,9 +21,11 @@ from safetensors.numpy import load_file, save_file
 
 from jaxgrpo.model import weights
 from jaxgrpo.model.config import ModelConfig
+from jaxgrpo.model.files import open_weights
 from jaxgrpo.model.trained import parse_layers, restack
 from jaxgrpo.model.transformer import Transformer, declare
 from tests.jaxgrpo.model.checkpoints import CONFIG, assert_same, error_of, rewrite_json
+from tests.jaxgrpo.model.peak_memory import named
 
 
 @pytest.fixture
@@ -60,6 +62,17 @@ def test_large_parameters_are_read_in_blocks(saved, monkeypatch):
     whole = weights.load(saved)[1]
     monkeypatch.setattr(weights, "_BLOCK_BYTES", 1000)  # 7 rows of the embedding's 64
     assert_same(weights.load(saved)[1], whole)
+
+
+@pytest.mark.parametrize("axis", [1, 2, 3])
+@pytest.mark.parametrize("name", ["layers.query", "layers.key", "layers.output"])
+def test_any_axis_can_be_cut(saved, name, axis):
+    """Heads and parts of heads too, which are one axis in a file."""
+    file, layout = open_weights(saved), weights._Layout.of(name, declare(CONFIG)[name])
+    whole = [slice(1, 2), *(slice(0, size) for size in layout.shape[1:])]
+    cut = [*whole[:axis], slice(1, layout.shape[axis]), *whole[axis + 1 :]]
+    expected = np.asarray(named(weights.load(saved)[1])[name])[tuple(cut)]
+    np.testing.assert_array_equal(weights._read_block(file, layout, np.float32, tuple(cut)), expected)
 
 
 def test_parameters_stay_free_to_move(saved):

@@ -16,7 +16,7 @@ def export_command(options: ExportOptions) -> int:
     folder = Path(options.to).expanduser()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"--to {options.to}: is there already, and not empty; give a new folder.")
-    config, params = restore_params(Path(options.run).expanduser())
+    config, params = restore_params(options.run)
     # Under another name until it is whole, so that nobody loads the half of a model.
     partial = folder.with_name(f"{folder.name}.unfinished")
     try:

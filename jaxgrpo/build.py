@@ -82,11 +82,13 @@ class Experiment:
 
     def template(self) -> TrainState:
         """A state whose arrays are like those of `init`; of another run's parameters it needs nothing."""
-        return self._state(self._model.divide(self._model.whole(self.config.seed))[0])
+        return self._state(self._model.own(self.config.seed)[0])
 
     def _initial(self) -> tuple[Any, Any]:
         """Trained and frozen parameters before the first iteration."""
-        return self._model.divide(_whole_at_start(self.config, self._model, self._start))
+        if self._start is None:
+            return self._model.own(self.config.seed)
+        return self._model.divide(self._start.params(self.config.model))
 
     def _state(self, params: Any) -> TrainState:
         return TrainState(
@@ -144,6 +146,19 @@ class Experiment:
             rows=self.config.play.rollout_rows,
             keep_episodes=keep_episodes,
         )
+
+    def save_pretrained(self, folder: Path, params: Any, *, dtype: str = "float32") -> None:
+        """Writes the whole model and its tokenizer as Hugging Face files, which transformers and `--model` load.
+
+        Args:
+            folder: for the files.
+            params: the trained parameters, `TrainState.params`.
+            dtype: of the stored weights, float32 or bfloat16.
+        """
+        whole = join(params, self.fixed.params)
+        weights.save_pretrained(folder, self._model.config, whole, dtype=dtype, stacks=self._model.stacks)
+        # The configuration of the model may name ends that the tokenizer's files do not.
+        dataclasses.replace(self.game.tokenizer, eos_ids=self.policy.eos_ids).save_pretrained(folder)
 
     @functools.cached_property
     def _compiled(self) -> Any:
@@ -381,6 +396,13 @@ class _Model:
         if self.path.suffix == ".json":
             return jax.jit(functools.partial(weights.init, self.config))(_key(seed, _WEIGHTS))
         return weights.load(self.path, compute_dtype=self.config.compute_dtype)[1]
+
+    def own(self, seed: int) -> tuple[Any, Any]:
+        """Trained and frozen parameters of `whole`; those in files are read as they are divided, without a copy."""
+        if self.path.suffix == ".json":
+            return self.divide(self.whole(seed))
+        loaded = weights.load(self.path, compute_dtype=self.config.compute_dtype, stacks=self.stacks)[1]
+        return split_trained(loaded, self.stacks)
 
 
 def _compute_dtype() -> str:

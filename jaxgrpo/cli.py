@@ -52,6 +52,20 @@ class EvalOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExportOptions:
+    """Write the model of a run's last checkpoint, with its tokenizer, as files that other programs load."""
+
+    run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")] = None
+    """Folder of a run."""
+    format: Literal["hf"] = "hf"
+    """Kind of files; hf: a folder of Hugging Face files, for transformers and `jaxgrpo train --model`."""
+    to: str | None = None
+    """New folder for the files."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the stored weights; bfloat16 rounds them and takes half the space."""
+
+
+@dataclasses.dataclass(frozen=True)
 class PlayOptions:
     """Play a game yourself, seeing exactly the text that the model sees, with its number of tokens."""
 
@@ -148,23 +162,38 @@ def _eval(words: list[str]) -> int:
     return eval_command(chosen)
 
 
+def _export(words: list[str]) -> int:
+    given = _read_with_positional(ExportOptions, "run", words)
+    if given is None:
+        return _help("export", ExportOptions())
+    chosen = dataclasses.replace(ExportOptions(), **given)
+    from jaxgrpo.pretrained import export_command
+
+    return export_command(chosen)
+
+
 def _play(words: list[str]) -> int:
-    game, rest = ([], words) if not words or words[0].startswith("-") else (words[:1], words[1:])
-    given = read_options(PlayOptions, rest)
+    given = _read_with_positional(PlayOptions, "game", words)
     if given is None:
         return _help("play", PlayOptions())
-    if game:
-        given["game"] = game[0]
     chosen = dataclasses.replace(PlayOptions(), **given)
     from jaxgrpo.commands import play_command
 
     return play_command(chosen)
 
 
+def _read_with_positional(kind: type, name: str, words: list[str]) -> dict[str, Any] | None:
+    """As `read_options`; a first word that is no option is the value of option `name`."""
+    first, rest = ([], words) if not words or words[0].startswith("-") else (words[:1], words[1:])
+    given = read_options(kind, rest)
+    return given if given is None or not first else {**given, name: first[0]}
+
+
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train a language agent; with no options, the embedded default"),
     "eval": (_eval, "play scenarios with a model and with players that need none"),
     "play": (_play, "play a game yourself, seeing what the model sees"),
+    "export": (_export, "write a run's model as files that other programs load"),
 }
 
 _ABSENT = ("\0",)

@@ -52,7 +52,7 @@ _QWEN_PLAIN = (
 )
 _QWEN_BASE_SIZE = 151643
 
-_GGUF_CONTROL, _GGUF_USER_DEFINED = 3, 4
+_GGUF_CONTROL, _GGUF_USER_DEFINED, _GGUF_UNUSED = 3, 4, 5
 
 
 _SENTINEL = "5f0d7c31e8"  # stands for the user message; no chat template or system message holds it
@@ -131,6 +131,22 @@ class TextTokenizer:
                 raise TokenizerError(f"the chat template alters the user message {example!r}; another one is needed")
         return before, after
 
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes the files from which `from_pretrained`, and transformers, make this tokenizer.
+
+        The ids that end a reply go into `generation_config.json`, where transformers looks for them.
+        """
+        folder = Path(folder)
+        self.backend.save(str(folder / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        ends = {"eos_token_id": list(self.eos_ids)}
+        for name, values in (
+            ("tokenizer_config.json", config | dict(self.special_tokens)),
+            ("generation_config.json", ends),
+        ):
+            (folder / name).write_text(json.dumps(values, indent=1, ensure_ascii=False), "utf-8")
+        (folder / "chat_template.jinja").write_text(self.chat_template, "utf-8")
+
     @classmethod
     def tiny(cls) -> "TextTokenizer":
         """The small tokenizer that ships with this package (see `tiny/build.py`)."""
@@ -139,6 +155,8 @@ class TextTokenizer:
     @classmethod
     def from_gguf(cls, path: str | Path) -> "TextTokenizer":
         """The tokenizer in the header of a GGUF file (needs the `gguf` extra).
+
+        Tokens that fill up the vocabulary (`[PAD151665]` in Qwen's files) are ids that are not in use.
 
         Raises:
           TokenizerError: the file cannot be read, or its pre-tokenizer is not one of `PRE_TOKENIZERS`.
@@ -152,15 +170,16 @@ class TextTokenizer:
         if name not in PRE_TOKENIZERS:
             known = ", ".join(sorted(PRE_TOKENIZERS))
             raise TokenizerError(f"{path}: pre-tokenizer {name!r} is not supported; allowed: {known}")
-        tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-        merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-        backend = _byte_level_bpe({token: i for i, token in enumerate(tokens)}, merges, name)
-        backend.add_special_tokens([_added(t, True) for t, k in zip(tokens, kinds, strict=True) if k == _GGUF_CONTROL])
-        backend.add_tokens([_added(t, False) for t, k in zip(tokens, kinds, strict=True) if k == _GGUF_USER_DEFINED])
-        ids = {key: fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot")}
-        named = {f"{key}_token": tokens[i] for key, i in ids.items() if i is not None and key != "eot"}
-        ends = [i for key, i in ids.items() if i is not None and key != "bos"]
-        return _assemble(backend, fields.get("tokenizer.chat_template") or CHATML_TEMPLATE, named, ends)
+        parts = ("tokens", "token_type", "merges")
+        if missing := [part for part in parts if f"tokenizer.ggml.{part}" not in fields]:
+            raise TokenizerError(f"{path}: the header has no tokenizer.ggml.{missing[0]}; the tokenizer is incomplete")
+        try:
+            return _from_gguf_fields(fields, name)
+        except TokenizerError:
+            raise
+        except Exception as error:  # `tokenizers` raises bare Exception where merges and tokens contradict each other
+            reason = str(error).splitlines()[0]
+            raise TokenizerError(f"{path}: the tokenizer in the header is damaged ({reason})") from error
 
     @classmethod
     def from_tiktoken(cls, path: str | Path) -> "TextTokenizer":
@@ -230,13 +249,15 @@ PRE_TOKENIZERS = {
     "smollm": _smollm_pre_tokenizer,
     "qwen2": lambda: _pre_tokenizer(QWEN2_PATTERN),
     "llama-bpe": lambda: _pre_tokenizer(LLAMA3_PATTERN),
+    "llama3": lambda: _pre_tokenizer(LLAMA3_PATTERN),
+    "llama-v3": lambda: _pre_tokenizer(LLAMA3_PATTERN),
 }
 """Pre-tokenizers by the name that GGUF files give them."""
 
 
 def _byte_level_bpe(vocab: dict[str, int], merges: Sequence[tuple[str, ...]], name: str) -> tokenizers.Tokenizer:
     # Llama 3 takes a whole pre-token that is in the vocabulary without asking the merges.
-    model = models.BPE(vocab=vocab, merges=list(merges), ignore_merges=name == "llama-bpe")  # pyright: ignore
+    model = models.BPE(vocab=vocab, merges=list(merges), ignore_merges=name.startswith("llama"))  # pyright: ignore
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = PRE_TOKENIZERS[name]()
     backend.decoder = decoders.ByteLevel()
@@ -289,6 +310,8 @@ def _token_bytes(backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> 
     for token, i in vocab.items():
         if i in special_ids:
             continue
+        if i not in added and (strange := set(token) - set(to_byte)):
+            raise TokenizerError(f"token {i} ({token!r}) is not spelled in bytes: it holds {min(strange)!r}")
         table[i] = added[i].content.encode() if i in added else bytes(to_byte[character] for character in token)
     return tuple(table)
 
@@ -375,6 +398,18 @@ def _read_gguf_header(path: Path) -> dict[str, Any]:
         raise TokenizerError(
             f"{path}: not a complete GGUF file ({str(error).splitlines()[0]}); download it again"
         ) from error
+
+
+def _from_gguf_fields(fields: Mapping[str, Any], pre_tokenizer: str) -> TextTokenizer:
+    tokens, kinds, merges = (fields[f"tokenizer.ggml.{part}"] for part in ("tokens", "token_type", "merges"))
+    vocab = {t: i for i, (t, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _GGUF_UNUSED}
+    backend = _byte_level_bpe(vocab, [tuple(merge.split(" ")) for merge in merges], pre_tokenizer)
+    backend.add_special_tokens([_added(t, True) for t, k in zip(tokens, kinds, strict=True) if k == _GGUF_CONTROL])
+    backend.add_tokens([_added(t, False) for t, k in zip(tokens, kinds, strict=True) if k == _GGUF_USER_DEFINED])
+    ids = {key: fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot")}
+    named = {f"{key}_token": tokens[i] for key, i in ids.items() if i is not None and key != "eot"}
+    ends = [i for key, i in ids.items() if i is not None and key != "bos"]
+    return _assemble(backend, fields.get("tokenizer.chat_template") or CHATML_TEMPLATE, named, ends)
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

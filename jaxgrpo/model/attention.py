@@ -5,16 +5,35 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxgrpo.model.config import RopeScaling
+
 # Finite, so that a padding query, which may attend to nothing, yields a finite number that nobody reads.
 MASKED = -1e30
 
 
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
+    """Rotary angle per position of each pair of one head: theta^(-2 i / head_dim), scaled where a model says so.
+
+    Llama 3.1's scaling (`rope_type: llama3`) divides by `factor` the frequencies that turn fewer than `low_freq_factor`
+    times within the original context, keeps those that turn more than `high_freq_factor` times, and between the two
+    interpolates linearly in the number of turns.
+
+    Returns:
+        float32 of shape [head_dim / 2]; made in float64, for an error here grows with the position.
+    """
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    if scaling is not None:
+        turns = scaling.original_positions * frequencies / (2 * np.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    return frequencies.astype(np.float32)
+
+
 def rope_angles(
-    positions: Int[Array, "*rows"], head_dim: int, theta: float
+    positions: Int[Array, "*rows"], frequencies: np.ndarray
 ) -> tuple[Float[Array, "*rows half"], Float[Array, "*rows half"]]:
-    """Cosines and sines of the rotary angles position * theta^(-2 i / head_dim), float32 (arXiv 2104.09864)."""
-    # Constants made by numpy in float64: an error here grows with the position.
-    frequencies = (theta ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
+    """Cosines and sines of the rotary angles position * frequency, float32 (arXiv 2104.09864)."""
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 

@@ -20,6 +20,31 @@ class UnsupportedModelError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of slow rotary frequencies, `rope_type: llama3`; see `attention.rope_frequencies`.
+
+    Attributes:
+        factor: what slow frequencies are divided by, at least 1 (8 in Llama 3.1, 32 in 3.2).
+        low_freq_factor: frequencies that turn fewer times than this within the original context are slow.
+        high_freq_factor: frequencies that turn more times than this stay as they are; above `low_freq_factor`.
+        original_positions: context length before the scaling, in tokens.
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.factor < 1 or self.high_freq_factor <= self.low_freq_factor or self.original_positions < 1:
+            raise UnsupportedModelError(
+                f"model rope scaling llama3 with factor {self.factor:g}, low_freq_factor {self.low_freq_factor:g}, "
+                f"high_freq_factor {self.high_freq_factor:g} and {self.original_positions} positions is not possible; "
+                "factor must be at least 1 and high_freq_factor above low_freq_factor"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of one model. Hashable, so it is a static part of compiled functions.
 
@@ -38,6 +63,7 @@ class ModelConfig:
         qkv_bias: whether queries, keys and values have biases (Qwen2).
         output_bias: whether the attention output has a bias (Llama's `attention_bias`, together with `qkv_bias`).
         qk_norm: whether each head of queries and keys is RMS-normed (Qwen3).
+        rope_scaling: Llama 3.1's scaling of the rotary wavelengths; None without.
         max_positions: longest sequence the checkpoint declares; recorded, not enforced.
         init_std: standard deviation of randomly drawn matrices.
         eos_ids: ids that end a sequence, as the checkpoint declares them; may be empty.
@@ -58,6 +84,7 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
     max_positions: int = 32_768
     init_std: float = 0.02
     eos_ids: tuple[int, ...] = ()
@@ -113,6 +140,7 @@ class ModelConfig:
             head_dim=values.get("head_dim") or (128 if family == "qwen3" else width // heads),
             ffn=_required(values, "intermediate_size"),
             rope_theta=_rope_theta(values),
+            rope_scaling=_rope_scaling(values),
             norm_epsilon=float(values.get("rms_norm_eps", 1e-6)),
             tie_embeddings=bool(values.get("tie_word_embeddings", False)),
             qkv_bias=family == "qwen2" or attention_bias,
@@ -137,7 +165,8 @@ class ModelConfig:
             "head_dim": self.head_dim,
             "intermediate_size": self.ffn,
             "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            # Where transformers 5 looks; version 4 reads rope_theta above and rope_scaling.
+            "rope_parameters": {"rope_theta": self.rope_theta, **self._rope_to_hf()},
             "rms_norm_eps": self.norm_epsilon,
             "tie_word_embeddings": self.tie_embeddings,
             "max_position_embeddings": self.max_positions,
@@ -145,11 +174,25 @@ class ModelConfig:
             "hidden_act": "silu",
             "dtype": "float32",
         }
+        if self.rope_scaling is not None:
+            values["rope_scaling"] = self._rope_to_hf()
         if self.architecture != "qwen2":
             values["attention_bias"] = self.output_bias
         if self.eos_ids:
             values["eos_token_id"] = list(self.eos_ids)
         return values
+
+    def _rope_to_hf(self) -> dict[str, Any]:
+        scaling = self.rope_scaling
+        if scaling is None:
+            return {"rope_type": "default"}
+        return {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        }
 
 
 def _family(values: Mapping[str, Any]) -> str:
@@ -175,23 +218,54 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     activation = values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(f"model hidden_act {activation!r} is not supported; only 'silu' is")
-    scaling = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind != "default":
-        raise UnsupportedModelError(f"model rope scaling {kind!r} is not supported; only unscaled rope is")
-    if values.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
+    rope = _rope_parameters(values)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise UnsupportedModelError(f"model rope scaling {kind!r} is not supported; only none and 'llama3' are")
+    if values.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
         raise UnsupportedModelError("model partial_rotary_factor below 1 is not supported")
-    if values.get("use_sliding_window") or "sliding_attention" in (values.get("layer_types") or []):
+    if values.get("rope_interleaved"):
+        raise UnsupportedModelError("model rope_interleaved is not supported; heads must be rotated by halves")
+    if others := set(values.get("layer_types") or []) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModelError(f"model layer type {min(others)!r} is not supported; only 'full_attention' is")
+    if _slides(values):
         raise UnsupportedModelError("model sliding-window attention is not supported; set use_sliding_window to false")
+    if values.get("num_experts") or values.get("num_local_experts"):
+        raise UnsupportedModelError("model mixture of experts is not supported; only dense feed-forward layers are")
     if values.get("mlp_bias"):
         raise UnsupportedModelError("model mlp_bias is not supported; feed-forward biases must be absent")
     if values.get("quantization_config"):
         raise UnsupportedModelError("model quantization_config is not supported; use unquantised safetensors or a GGUF")
 
 
+def _slides(values: Mapping[str, Any]) -> bool:
+    """Whether any layer attends to a window only: Qwen's configurations name one that they do not use."""
+    if layer_types := values.get("layer_types"):
+        return "sliding_attention" in layer_types
+    layers = values.get("num_hidden_layers", 0)
+    return bool(values.get("use_sliding_window")) and values.get("max_window_layers", 0) < layers
+
+
+def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return values.get("rope_scaling") or values.get("rope_parameters") or {}
+
+
 def _rope_theta(values: Mapping[str, Any]) -> float:
     parameters = values.get("rope_parameters") or {}
     return float(values.get("rope_theta") or parameters.get("rope_theta") or 10_000.0)
+
+
+_LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def _rope_scaling(values: Mapping[str, Any]) -> RopeScaling | None:
+    rope = _rope_parameters(values)
+    if rope.get("rope_type", rope.get("type", "default")) == "default":
+        return None
+    if missing := [name for name in _LLAMA3_FIELDS if not isinstance(rope.get(name), int | float)]:
+        raise UnsupportedModelError(f"model rope scaling llama3 has no number {missing[0]!r}")
+    factor, low, high, positions = (rope[name] for name in _LLAMA3_FIELDS)
+    return RopeScaling(float(factor), float(low), float(high), int(positions))
 
 
 def _eos_ids(value: int | list[int] | None) -> tuple[int, ...]:

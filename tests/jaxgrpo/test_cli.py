@@ -178,7 +178,7 @@ def test_resume_refuses(trained, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("trian", r"unknown command 'trian'; there are train, eval, play\. Did you mean 'train'\?"),
+        ("trian", r"unknown command 'trian'; there are train, eval, play, export\. Did you mean 'train'\?"),
         ("train --group 3", r"unknown option --group\. Did you mean '?--groups"),
         ("train --gruop-size=3", r"unknown option --gruop-size\. Did you mean '?--group-size"),
         ("train --no-constrian", r"unknown option --no-constrian\. Did you mean '?--no-constrain"),

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import random
 
@@ -123,7 +124,7 @@ def test_chat_frame_refuses_templates_that_alter_messages(tiny, template, messag
         _with_template(tiny, template).chat_frame("S", [" a"])
 
 
-def _write_gguf(path, tokenizer: TextTokenizer, pre: str, **changes):
+def _write_gguf(path, tokenizer: TextTokenizer, pre: str, unused: int = 0, **changes):
     rules = json.loads(tokenizer.backend.to_str())
     control = {token["content"] for token in rules["added_tokens"] if token["special"]}
     added = {token["content"] for token in rules["added_tokens"]}
@@ -131,9 +132,11 @@ def _write_gguf(path, tokenizer: TextTokenizer, pre: str, **changes):
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(changes.get("model", "gpt2"))
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list([token for token, _ in vocab])
-    writer.add_token_types([3 if token in control else 4 if token in added else 1 for token, _ in vocab])
-    writer.add_token_merges([" ".join(merge) for merge in rules["model"]["merges"]])
+    writer.add_token_list([token for token, _ in vocab] + [f"[PAD{len(vocab) + i}]" for i in range(unused)])
+    kinds = [3 if token in control else 4 if token in added else 1 for token, _ in vocab]
+    writer.add_token_types(kinds + [5] * unused)
+    if changes.get("merges", True):
+        writer.add_token_merges([" ".join(merge) for merge in rules["model"]["merges"]])
     writer.add_eos_token_id(tokenizer.eos_ids[0])
     writer.add_chat_template(tokenizer.chat_template)
     writer.write_header_to_file()
@@ -142,12 +145,76 @@ def _write_gguf(path, tokenizer: TextTokenizer, pre: str, **changes):
 
 
 def test_gguf_with_the_same_rules_is_the_same_tokenizer(tmp_path, tiny):
-    _write_gguf(tmp_path / "model.gguf", tiny, "qwen2")
+    _write_gguf(tmp_path / "model.gguf", tiny, "qwen2", unused=3)
     loaded = TextTokenizer.from_gguf(tmp_path / "model.gguf")
     assert loaded.token_bytes == tiny.token_bytes
     assert (loaded.special_ids, loaded.eos_ids) == (tiny.special_ids, tiny.eos_ids)
     for text in TEXTS + _random_texts(100):
         assert loaded.encode(text) == tiny.encode(text)
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "llama3", "llama-v3"])
+def test_gguf_pre_tokenizers_equal_transformers(tmp_path, tiny, pre):
+    from transformers import AutoTokenizer
+
+    _write_gguf(tmp_path / "model.gguf", tiny, pre)
+    ours = TextTokenizer.from_gguf(tmp_path / "model.gguf")
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf").backend_tokenizer
+    for text in ["1234567 + 89 = 12", "I'LL, they'll", "x\n\n  y\r\n", *TEXTS, *_random_texts(100)]:
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
+        assert ours.backend.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenizer.pre_tokenize_str(text)
+
+
+def test_llama3_takes_whole_words_without_asking_the_merges(tmp_path, tiny):
+    rules = json.loads(tiny.backend.to_str())
+    rules["model"]["merges"] = [merge for merge in rules["model"]["merges"] if "".join(merge) != "left"]
+    backend = tokenizers.Tokenizer.from_str(json.dumps(rules))
+    cut = dataclasses.replace(tiny, backend=backend)
+    assert len(cut.encode("left")) > 1
+    for pre, count in (("llama-bpe", 1), ("qwen2", len(cut.encode("left")))):
+        _write_gguf(tmp_path / "model.gguf", cut, pre)
+        assert len(TextTokenizer.from_gguf(tmp_path / "model.gguf").encode("left")) == count
+
+
+def test_saved_tokenizer_is_the_same_to_us_and_to_transformers(tmp_path, tokenizer):
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(tmp_path)
+    loaded = TextTokenizer.from_pretrained(tmp_path)
+    for name in ("token_bytes", "special_ids", "eos_ids", "chat_template", "special_tokens"):
+        assert getattr(loaded, name) == getattr(tokenizer, name)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS + _random_texts(50):
+        assert loaded.encode(text) == tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False)
+    messages = chat_messages("Be brief.", " P F\n")
+    expected = tokenizer.apply_chat_template(messages)
+    assert theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == expected
+    assert theirs.eos_token == tokenizer.special_tokens["eos_token"]
+
+
+def test_incomplete_gguf_tokenizers_are_refused(tmp_path, tiny):
+    _write_gguf(tmp_path / "model.gguf", tiny, "qwen2", merges=False)
+    with pytest.raises(TokenizerError, match="the header has no tokenizer.ggml.merges"):
+        TextTokenizer.from_gguf(tmp_path / "model.gguf")
+    rules = json.loads(tiny.backend.to_str())
+    rules["model"]["vocab"]["名"] = 512
+    foreign = dataclasses.replace(tiny, backend=tokenizers.Tokenizer.from_str(json.dumps(rules)))
+    _write_gguf(tmp_path / "model.gguf", foreign, "qwen2")
+    with pytest.raises(TokenizerError, match="token 512 .*is not spelled in bytes"):
+        TextTokenizer.from_gguf(tmp_path / "model.gguf")
+
+
+def test_gguf_tokenizers_that_contradict_themselves_are_refused_in_one_line(tmp_path, tiny):
+    path = tmp_path / "model.gguf"
+    _write_gguf(path, tiny, "qwen2")
+    data = path.read_bytes()
+    at = data.index(b"l e", data.index(b"tokenizer.ggml.merges"))
+    path.write_bytes(data[:at] + b"l \x00" + data[at + 3 :])
+    with pytest.raises(
+        TokenizerError, match=r"the tokenizer in the header is damaged \(.*out of vocabulary\)"
+    ) as error:
+        TextTokenizer.from_gguf(path)
+    assert "\n" not in str(error.value)
 
 
 def test_gguf_of_unknown_kind_is_refused_by_name(tmp_path, tiny):

@@ -7,9 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from jaxgrpo.model import weights
+from jaxgrpo.model.attention import rope_frequencies
+from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.transformer import Transformer
+from tests.jaxgrpo.model.gguf_files import Kind, gguf_tensors, write_gguf
+from tests.jaxgrpo.model.published import PUBLISHED
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -20,6 +25,15 @@ FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
 }
 PROMPT = 150
+# Wavelengths of 6, 53, 445 and 3735 tokens: one kept, one between, two divided. The prompt exceeds the 64 tokens.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def random_reference(family, **options):
@@ -28,7 +42,7 @@ def random_reference(family, **options):
     sizes = {
         "vocab_size": 96,
         "hidden_size": 32,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "intermediate_size": 48,
@@ -80,6 +94,7 @@ def assert_same_logits(reference, directory):
         ("qwen2", {"tie_word_embeddings": False, "num_key_value_heads": 2}),
         ("llama", {"tie_word_embeddings": False, "num_key_value_heads": 4, "attention_bias": True}),
         ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5}),
+        ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE}),
         ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 16}),
         ("qwen3", {"tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": 8, "attention_bias": True}),
     ],
@@ -104,6 +119,45 @@ def test_sharded_checkpoints_both_ways(tmp_path):
     weights.save_pretrained(tmp_path / "ours", config, params, max_shard_bytes=20_000)
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
     assert_same_logits(transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "ours").eval(), tmp_path / "theirs")
+
+
+def test_rope_frequencies_of_llama3_equal_transformers():
+    values = PUBLISHED["Llama-3.2-1B-Instruct"][0]
+    given = {name: value for name, value in values.items() if name not in ("model_type", "architectures")}
+    reference = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**given))
+    config = ModelConfig.from_hf(values)
+    ours = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    np.testing.assert_allclose(ours, reference.inv_freq.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gguf_logits_equal_transformers(tmp_path, family):
+    """Types as in llama.cpp's Q4_K_M and Q4_0 files, and the 16-bit ones."""
+    types = {
+        "token_embd": Kind.Q6_K,
+        "attn_q": Kind.Q4_K,
+        "attn_k": Kind.Q4_K,
+        "attn_v": Kind.Q5_K,
+        "attn_output": Kind.Q4_0,
+        "ffn_gate": Kind.Q4_1,
+        "ffn_up": Kind.Q8_0,
+        "ffn_down": Kind.BF16,
+        "output": Kind.F16,
+    }
+    # What transformers takes for the size of heads, whatever the header says.
+    head_dim = 128 if family == "qwen3" else 64
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": head_dim, "tie_word_embeddings": False}
+    random_reference(family, **sizes, eos_token_id=3).save_pretrained(tmp_path)
+    tensors = gguf_tensors(weights.read_config(tmp_path), load_file(tmp_path / "model.safetensors"))
+    kinds = {name: types[name.split(".")[-2]] for name, tensor in tensors.items() if tensor.ndim == 2}
+    assert set(kinds.values()) == set(types.values())
+    write_gguf(tmp_path / "a.gguf", weights.read_config(tmp_path), tensors, kinds)
+    theirs = FAMILIES[family][1].from_pretrained(tmp_path, gguf_file="a.gguf", dtype=torch.float32).eval()
+    config, params = weights.load(tmp_path / "a.gguf")
+    ids = np.random.default_rng(1).integers(0, config.vocab_size, (1, PROMPT))
+    expected = their_logits(theirs, ids)
+    assert expected.std() > 0.5
+    np.testing.assert_allclose(our_logits(config, params, ids, prefix_length=40), expected[:, 40:], atol=1e-4)
 
 
 def test_bfloat16_checkpoint_becomes_float32(tmp_path):

@@ -69,6 +69,18 @@ def test_token_advantages_equal_a_plain_loop(token_discount: float):
     np.testing.assert_allclose(found.value_target, values + expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("how", ["terminated", "truncated"])
+def test_nothing_is_carried_over_an_end(how: str):
+    """Not even where a recording goes on with another episode behind it."""
+    arrays = played(3)
+    ends = np.zeros((EPISODES, STEPS), bool)
+    ends[:, 2] = True
+    arrays |= {"sampled": np.ones_like(arrays["sampled"]), "values": np.nan_to_num(arrays["values"])}
+    arrays |= {"terminated": ends & (how == "terminated"), "truncated": ends & (how == "truncated")}
+    found = ppo.token_advantages(**jax.tree.map(jnp.asarray, arrays), **GAE).advantage
+    np.testing.assert_allclose(found, by_loop(**arrays, **GAE, token_discount=1.0), atol=1e-5)
+
+
 def test_reply_advantages_equal_a_plain_loop():
     arrays = played(1)
     alive: Any = arrays["sampled"].any(-1)

@@ -145,7 +145,7 @@ def over_vocabulary(
         raise ValueError("a relative critic is the difference of two scores: give critic and reference")
     temperature = jax.lax.stop_gradient(temperature)
     plan = _Plan(vocab_size, logits, critic_is_relative, unweighted)
-    found: Any = _moments(plan, Scores(hidden, head), reference, critic, temperature, allowed)
+    found: Any = _moments(plan, Scores(hidden, head), _Constants(reference, critic, temperature, allowed))
     log_z = found["log_z"]
     return TokenStatistics(
         log_prob=tempered(token_logit, temperature) - log_z,
@@ -166,6 +166,38 @@ class _Plan(NamedTuple):
     unweighted: bool
 
 
+class _Constants(NamedTuple):
+    """The arrays of a pass that no gradient flows into."""
+
+    reference: Scores | None
+    critic: Scores | None
+    temperature: Float[Array, ""]
+    allowed: Partial | None
+
+
+class _Rows(NamedTuple):
+    """Rows of the heads, a chunk of each, and the id of the first."""
+
+    first: Int[Array, "*chunks"]
+    policy: Float[Array, "*chunks chunk width"]
+    reference: Float[Array, "*chunks chunk width"] | None
+    critic: Float[Array, "*chunks chunk critic_width"] | None
+
+
+def _rows(head: Array, constants: _Constants) -> _Rows:
+    """All heads cut into chunks, filled up with zeros."""
+    vocab = head.shape[0]
+    chunk = chunk_size(vocab)
+
+    def cut(rows: Array) -> Array:
+        padded = jnp.pad(rows, ((0, -vocab % chunk), (0, 0))) if vocab % chunk else rows
+        return padded.reshape(-1, chunk, rows.shape[1])
+
+    reference, critic = (scores and cut(scores.head) for scores in (constants.reference, constants.critic))
+    rows = cut(head)
+    return _Rows(jnp.arange(rows.shape[0], dtype=jnp.int32) * chunk, rows, reference, critic)
+
+
 class _Chunk(NamedTuple):
     """Scores of a chunk of the vocabulary, `[tokens, chunk]`."""
 
@@ -173,6 +205,22 @@ class _Chunk(NamedTuple):
     z: Float[Array, "tokens chunk"]
     reference: Float[Array, "tokens chunk"] | None
     q: Float[Array, "tokens chunk"] | None
+
+    @classmethod
+    def make(cls, plan: _Plan, z: Array, rows: _Rows, constants: _Constants) -> "_Chunk":
+        """The chunk in which the policy's tempered logits are `z`."""
+        ids = rows.first + jnp.arange(z.shape[1], dtype=jnp.int32)
+        mask = (ids < plan.vocab_size)[None, :]
+        if constants.allowed is not None:
+            mask = mask & constants.allowed(ids)
+        reference = q = None
+        if constants.critic is not None:
+            q = plan.logits(constants.critic.hidden, rows.critic)
+        if constants.reference is not None:
+            logits = plan.logits(constants.reference.hidden, rows.reference)
+            reference = tempered(logits, constants.temperature)
+            q = q - logits if q is not None and plan.relative else q
+        return cls(jnp.broadcast_to(mask, z.shape), z, reference, q)
 
     def values(self) -> dict[str, Array]:
         """What is averaged over the vocabulary."""
@@ -211,16 +259,17 @@ class _Mass(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moments(
-    plan: _Plan, policy: Scores, reference: Any, critic: Any, temperature: Array, allowed: Any
-) -> dict[str, Float[Array, " tokens"]]:
+def _moments(plan: _Plan, policy: Scores, constants: _Constants) -> dict[str, Float[Array, " tokens"]]:
     """Log-normalisers, expectations under the policy by name, and unweighted means (`plain_`)."""
     tokens = policy.hidden.shape[0]
-    scores = _chunk_scores(plan, policy.hidden, reference, critic, temperature, allowed)
 
-    def add(carry: Any, xs: Any) -> tuple[Any, None]:
+    def scores(rows: _Rows) -> _Chunk:
+        z = tempered(plan.logits(policy.hidden, rows.policy), constants.temperature)
+        return _Chunk.make(plan, z, rows, constants)
+
+    def add(carry: Any, rows: _Rows) -> tuple[Any, None]:
         mass, reference_mass, sums, plain, count = carry
-        chunk = scores(*xs)
+        chunk = scores(rows)
         mass, keep, terms = mass.add(chunk.z, chunk.mask)
         if chunk.reference is not None:
             reference_mass = reference_mass.add(chunk.reference, chunk.mask)[0]
@@ -229,36 +278,31 @@ def _moments(
         plain = {name: x + jnp.sum(jnp.where(chunk.mask, values[name], 0.0), axis=-1) for name, x in plain.items()}
         return (mass, reference_mass, sums, plain, count + chunk.mask.sum(-1)), None
 
-    chunks = _chunks(policy.head, reference, critic)
-    names = jax.eval_shape(lambda: scores(*jax.tree.map(lambda x: x[0], chunks)).values())
+    rows = _rows(policy.head, constants)
+    names = jax.eval_shape(lambda: scores(jax.tree.map(lambda x: x[0], rows)).values())
     zeros = {name: jnp.zeros(tokens) for name in names}
     start = _Mass.none(tokens), _Mass.none(tokens), zeros, zeros if plan.unweighted else {}, jnp.zeros(tokens)
-    (mass, reference_mass, sums, plain, count), _ = jax.lax.scan(add, start, chunks)
+    (mass, reference_mass, sums, plain, count), _ = jax.lax.scan(add, start, rows)
     total, count = jnp.where(mass.total > 0, mass.total, 1.0), jnp.maximum(count, 1.0)
     found = {name: x / total for name, x in sums.items()}
     found |= {f"plain_{name}": x / count for name, x in plain.items()}
-    if reference is not None:
+    if constants.reference is not None:
         found["reference_log_z"] = reference_mass.log()
     return found | {"log_z": mass.log(), "count": count}
 
 
-def _moments_forward(plan: _Plan, policy: Any, *constants: Any) -> tuple[dict[str, Array], Any]:
-    """The moments, and what the backward pass begins with; each argument says whether it is differentiated."""
+def _moments_forward(plan: _Plan, policy: Any, constants: Any) -> tuple[dict[str, Array], Any]:
+    """The moments, and what the backward pass begins with; each array comes with whether it is differentiated."""
     trains_head = policy.head.perturbed
-    arguments = jax.tree.map(lambda leaf: leaf.value, (policy, *constants), is_leaf=_is_primal)
+    arguments = jax.tree.map(lambda x: x.value, (policy, constants), is_leaf=lambda x: hasattr(x, "perturbed"))
     found: Any = _moments(plan, *arguments)
     # Nothing but arrays and the structure they stand in may go from here to the backward pass.
     return found, (arguments, found, () if trains_head else None)
 
 
-def _is_primal(leaf: Any) -> bool:
-    return hasattr(leaf, "perturbed")
-
-
-def _moments_backward(plan: _Plan, residual: Any, cotangents: dict[str, Any]) -> tuple[Any, ...]:
+def _moments_backward(plan: _Plan, residual: Any, cotangents: dict[str, Any]) -> tuple[Any, None]:
     """Gradients with respect to the policy's hidden states and, where it is differentiated, its head."""
-    (policy, reference, critic, temperature, allowed), found, trains_head = residual
-    scores = _chunk_scores(plan, policy.hidden, reference, critic, temperature, allowed)
+    (policy, constants), found, trains_head = residual
     tokens = policy.hidden.shape[0]
     of = {k: jnp.zeros(tokens) if isinstance(g, SymbolicZero) else g for k, g in cotangents.items()}
 
@@ -272,63 +316,24 @@ def _moments_backward(plan: _Plan, residual: Any, cotangents: dict[str, Any]) ->
         plain = (of["plain_logit"] + of.get("plain_gap", 0.0)) / found["count"]
         return probs * inner + jnp.where(chunk.mask, plain[:, None], 0.0)
 
-    def add(by_hidden: Array, xs: Any) -> tuple[Array, Array | None]:
-        gradient = by_logit(scores(*xs))
+    def add(so_far: Array, rows: _Rows) -> tuple[Array, Array | None]:
+        def product(hidden: Array, head: Array) -> Array:
+            return tempered(plan.logits(hidden, head), constants.temperature)
 
-        def product(hidden: Array, rows: Array) -> Array:
-            return tempered(plan.logits(hidden, rows), temperature)
+        if trains_head is None:
+            z, back = jax.vjp(lambda hidden: product(hidden, rows.policy), policy.hidden)
+        else:
+            z, back = jax.vjp(product, policy.hidden, rows.policy)
+        by_hidden, *by_rows = back(by_logit(_Chunk.make(plan, z, rows, constants)))
+        return so_far + by_hidden.astype(jnp.float32), by_rows[0] if by_rows else None
 
-        back = jax.vjp(product, policy.hidden, xs[1].policy)[1](gradient)
-        return by_hidden + back[0].astype(jnp.float32), None if trains_head is None else back[1]
-
-    by_hidden = jnp.zeros(policy.hidden.shape, jnp.float32)
-    by_hidden, by_rows = jax.lax.scan(add, by_hidden, _chunks(policy.head, reference, critic))
+    nothing = jnp.zeros(policy.hidden.shape, jnp.float32)
+    by_hidden, by_rows = jax.lax.scan(add, nothing, _rows(policy.head, constants))
     by_head = None if by_rows is None else by_rows.reshape(-1, policy.head.shape[1])[: policy.head.shape[0]]
-    by_policy: Any = policy._replace(hidden=by_hidden.astype(policy.hidden.dtype), head=by_head)
-    return by_policy, None, None, None, None
+    return Scores(by_hidden.astype(policy.hidden.dtype), by_head), None  # pyright: ignore[reportArgumentType]
 
 
 _moments.defvjp(_moments_forward, _moments_backward, symbolic_zeros=True)
-
-
-class _Rows(NamedTuple):
-    """Rows of the heads, a chunk of each."""
-
-    policy: Array
-    reference: Array | None
-    critic: Array | None
-
-
-def _chunks(head: Array, reference: Scores | None, critic: Scores | None) -> tuple[Int[Array, " chunks"], _Rows]:
-    """The first token id of each chunk, and the heads' rows `[chunks, chunk, width]`, filled up with zeros."""
-    vocab = head.shape[0]
-    chunk = chunk_size(vocab)
-
-    def cut(rows: Array) -> Array:
-        padded = jnp.pad(rows, ((0, -vocab % chunk), (0, 0))) if vocab % chunk else rows
-        return padded.reshape(-1, chunk, rows.shape[1])
-
-    of_reference = None if reference is None else cut(reference.head)
-    rows = _Rows(cut(head), of_reference, None if critic is None else cut(critic.head))
-    return jnp.arange(rows.policy.shape[0], dtype=jnp.int32) * chunk, rows
-
-
-def _chunk_scores(
-    plan: _Plan, hidden: Array, reference: Scores | None, critic: Scores | None, temperature: Array, allowed: Any
-) -> Callable[[Array, _Rows], _Chunk]:
-    """A function to the scores of one chunk."""
-
-    def scores(first: Array, rows: _Rows) -> _Chunk:
-        ids = first + jnp.arange(rows.policy.shape[0], dtype=jnp.int32)
-        mask = (ids < plan.vocab_size)[None, :]
-        z = tempered(plan.logits(hidden, rows.policy), temperature)
-        mask = jnp.broadcast_to(mask if allowed is None else mask & allowed(ids), z.shape)
-        base = None if reference is None else plan.logits(reference.hidden, rows.reference)
-        q = None if critic is None else plan.logits(critic.hidden, rows.critic)
-        q = q - base if q is not None and base is not None and plan.relative else q
-        return _Chunk(mask, z, None if base is None else tempered(base, temperature), q)
-
-    return scores
 
 
 def chunk_size(vocab: int) -> int:

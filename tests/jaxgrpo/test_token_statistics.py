@@ -10,7 +10,7 @@ import pytest
 from jax.tree_util import Partial
 
 from jaxgrpo import token_statistics as statistics
-from tests.jaxgrpo.jaxprs import array_shapes
+from tests.jaxgrpo.jaxprs import array_shapes, equations
 
 TOKENS, WIDTH = 6, 8
 T = jnp.float32(0.7)
@@ -187,9 +187,11 @@ def test_no_array_of_tokens_by_vocabulary_forward_or_backward():
     assert max(np.prod(shape) for shape in shapes) < tokens * vocab / 4
     memory: Any = gradient.lower(*arguments).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * tokens * vocab
-    # A head that is frozen gets no gradient, neither in chunks nor whole.
-    frozen = array_shapes(jax.make_jaxpr(jax.grad(loss, argnums=1))(*arguments))
-    assert (vocab, 2) in shapes and (vocab, 2) not in frozen
+    # Three products forward, and in the backward pass three again and the gradient of the hidden states. A head that is
+    # frozen costs neither the array of its gradient nor the product.
+    frozen = jax.make_jaxpr(jax.grad(loss, argnums=1))(*arguments)
+    assert (vocab, 2) in shapes and (vocab, 2) not in array_shapes(frozen)
+    assert sum(equation.primitive.name == "dot_general" for equation in equations(frozen)) == 7
 
 
 @pytest.mark.parametrize(("vocab", "size"), [(512, 512), (49_152, 16_384), (151_936, 9_496), (32_003, 16_384)])

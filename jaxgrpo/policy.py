@@ -9,13 +9,14 @@ draw) or none that still closes the reply in time.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from envs_jax.text.grammar import Constraint, Reader
@@ -355,7 +356,7 @@ class LanguageAgentPolicy:
         taken = reply[:, first:last]
         found = self._statistics(model, predicting, taken, self._states(reply)[:, first:last], temperature)
         outside = ((0, 0), (first, self.reply_limit - last))
-        return TokenStatistics(*(jnp.pad(x, outside) for x in found))
+        return jax.tree.map(lambda x: jnp.pad(x, outside), found)
 
     def _statistics(
         self,
@@ -372,9 +373,7 @@ class LanguageAgentPolicy:
         flat_state = state.reshape(-1)
         first, last = self.sampled_span
         remaining = jnp.broadcast_to(self.reply_limit - jnp.arange(first, last), state.shape).reshape(-1)
-        allowed: Callable | None = None
-        if self.constraint is not None:
-            allowed = lambda ids: self._allowed(flat_state, remaining, ids)  # noqa: E731
+        allowed = None if self.constraint is None else Partial(self._allowed, flat_state, remaining)
         found = statistics.over_vocabulary(
             hidden.reshape(-1, hidden.shape[-1]),
             model.head(),
@@ -384,7 +383,7 @@ class LanguageAgentPolicy:
             logits=model.logits_of,
             allowed=allowed,
         )
-        return TokenStatistics(*(x.reshape(token.shape) for x in found))
+        return jax.tree.map(lambda x: x.reshape(token.shape), found)
 
     def _states(self, reply: Int[Array, "rows limit"]) -> Int[Array, "rows limit"]:
         """The constraint's state before each token of a reply; zeros where replies are free."""

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from jaxgrpo.algorithms import advantages, episode_sampling, group_filter, objectives
+from jaxgrpo.algorithms import advantages, backups, episode_sampling, etpo, group_filter, objectives, ppo, twosome
 
 
 def _public_functions(module: ModuleType) -> list[str]:
@@ -19,7 +19,7 @@ def _public_functions(module: ModuleType) -> list[str]:
 
 _CASES = [
     pytest.param(module, name, id=name)
-    for module in (advantages, episode_sampling, group_filter, objectives)
+    for module in (advantages, backups, episode_sampling, etpo, group_filter, objectives, ppo, twosome)
     for name in [*_public_functions(module), *(["EpisodeSample"] if module is episode_sampling else [])]
 ]
 
@@ -47,4 +47,21 @@ def test_all_public_functions_are_covered():
         "kl_k3",
         "truncated_weight",
         "row_weights",
+        "backup",
+        "soft_value",
+        "targets",
+        "critic_loss",
+        "policy_loss",
+        "polyak",
+        "released_targets",
+        "released_critic_loss",
+        "released_policy_loss",
+        "token_advantages",
+        "reply_advantages",
+        "normalised",
+        "kl_penalty",
+        "reply_log_prob",
+        "clipped_value_loss",
+        "within_target_kl",
+        "action_log_probs",
     }

@@ -1,0 +1,255 @@
+"""PPO with a value network, of whole replies or of tokens: the baselines that ETPO and POAD are compared with.
+
+| name   | a decision is | its value is read           | discount                     | source           |
+|--------|---------------|-----------------------------|------------------------------|------------------|
+| PPO-KL | a reply       | at the last prompt token    | gamma a step                 | arXiv 2402.06700 |
+| POAD   | a token       | before every token          | gamma a step, 1 in a reply   | arXiv 2405.15821 |
+| NTPO   | a token       | before every token          | gamma a token                | its ablation     |
+
+Advantages are those of generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438). The value of a reply
+is read before its first token: behind it, it would be a baseline that knows the action, and the gradient biased. POAD
+decomposes the reply's Bellman backup exactly, so its value before a reply is that of PPO over replies; NTPO's discount
+makes a reward worth less for the length of the replies before it.
+
+The policy's objective is `objectives.clipped_surrogate`, of tokens, or of whole replies through `reply_log_prob`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Real
+
+from jaxgrpo.algorithms.backups import backup
+
+
+class Estimates(NamedTuple):
+    """What a value network makes of episodes, for each decision; 0 where there is none."""
+
+    advantage: Float[Array, "*decisions"]
+    """How much better than expected it went on."""
+    value_target: Float[Array, "*decisions"]
+    """What the value before the decision should have been: value + advantage, the lambda-return."""
+
+
+def token_advantages(
+    values: Float[Array, "*episodes steps tokens"],
+    sampled: Bool[Array, "*episodes steps tokens"],
+    reward: Float[Array, "*episodes steps"],
+    terminated: Bool[Array, "*episodes steps"],
+    truncated: Bool[Array, "*episodes steps"],
+    final_value: Float[Array, "*episodes"],
+    discount: Real[ArrayLike, ""],
+    trace_decay: Real[ArrayLike, ""],
+    *,
+    token_discount: Real[ArrayLike, ""] = 1.0,
+) -> Estimates:
+    r"""Advantages of single tokens: POAD, or with $\gamma$ on every token NTPO.
+
+    $$A_j = V_{j+1} - V_j + \lambda A_{j+1} \;(j < n)$$
+
+    $$A_n = r_t + \gamma V' [\text{not terminated}] - V_n
+      + \gamma \lambda A' [\text{neither terminated nor truncated}]$$
+
+    with $V'$, $A'$ of the next step's first token. A truncated episode bootstraps from `final_value` and carries no
+    advantage over. See `backups.backup` for tokens that nobody chose.
+
+    Args:
+      values: V before each token.
+      sampled: tokens that the policy chose.
+      reward: of each step; 0 after the end.
+      terminated: the step ended the game by its rules.
+      truncated: the step ended it by the time limit.
+      final_value: value of the observation after the last step.
+      discount: gamma of a step, in [0, 1].
+      trace_decay: lambda of a decision, in [0, 1].
+      token_discount: 1 for POAD; `discount` for NTPO, where $V_{j+1}$ and $\lambda A_{j+1}$ are multiplied by it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> values, yes, no = jnp.array([[0.5, 1.0]]), jnp.array([True]), jnp.array([False])
+      >>> options = values, jnp.ones_like(values, bool), jnp.array([3.0]), yes, no, jnp.array(9.0)
+      >>> print(token_advantages(*options, 1.0, 0.5).advantage)
+      [[1.5 2. ]]
+    """
+    values = jnp.where(sampled, values.astype(jnp.promote_types(values.dtype, jnp.float32)), 0.0)
+    behind = backup(
+        values,
+        sampled,
+        reward,
+        terminated,
+        truncated,
+        final_value,
+        discount,
+        trace_decay=trace_decay,
+        token_discount=token_discount,
+    )
+    advantage = behind.target - values + behind.trace
+    return Estimates(advantage, values + advantage)
+
+
+def reply_advantages(
+    values: Float[Array, "*episodes steps"],
+    alive: Bool[Array, "*episodes steps"],
+    reward: Float[Array, "*episodes steps"],
+    terminated: Bool[Array, "*episodes steps"],
+    truncated: Bool[Array, "*episodes steps"],
+    final_value: Float[Array, "*episodes"],
+    discount: Real[ArrayLike, ""],
+    trace_decay: Real[ArrayLike, ""],
+) -> Estimates:
+    r"""Advantages of whole replies: PPO's own, a reply being one decision.
+
+    $$A_t = r_t + \gamma V_{t+1} [\text{not terminated}] - V_t
+      + \gamma \lambda A_{t+1} [\text{neither terminated nor truncated}]$$
+
+    Args:
+      values: V of each step's observation, read at the last token of the prompt.
+      alive: steps that were played.
+      reward: of each step, less `kl_penalty` where there is one; 0 after the end.
+      terminated: the step ended the game by its rules.
+      truncated: the step ended it by the time limit.
+      final_value: value of the observation after the last step.
+      discount: gamma of a step, in [0, 1].
+      trace_decay: lambda of a step, in [0, 1].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> values, yes, end = jnp.array([0.5, 1.0]), jnp.array([True, True]), jnp.array([False, True])
+      >>> print(reply_advantages(values, yes, jnp.array([0.0, 3.0]), end, ~yes, jnp.array(9.0), 0.5, 1.0).advantage)
+      [1. 2.]
+    """
+    found = token_advantages(
+        values[..., None], alive[..., None], reward, terminated, truncated, final_value, discount, trace_decay
+    )
+    return Estimates(found.advantage[..., 0], found.value_target[..., 0])
+
+
+def normalised(
+    advantage: Float[Array, "*decisions"], mask: Bool[Array, "*decisions"], *, epsilon: Real[ArrayLike, ""] = 1e-8
+) -> Float[Array, "*decisions"]:
+    """Advantages less their mean, over their population standard deviation; 0 where masked.
+
+    Mean and deviation are those of all decisions of an iteration. (The sources take them minibatch by minibatch, which
+    would make a gradient depend on how rows are cut up.)
+
+    Args:
+      advantage: of each decision.
+      mask: True for the decisions that count.
+      epsilon: added to the deviation, above 0.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(normalised(jnp.array([1.0, 3.0, 99.0]), jnp.array([True, True, False])))
+      [-1.  1.  0.]
+    """
+    count = jnp.maximum(jnp.sum(mask), 1)
+    # The lowest is taken off first: the mean of equal numbers may round, and the division would blow that up.
+    lowest = jnp.min(advantage, where=mask, initial=jnp.inf)
+    shifted = jnp.where(mask, advantage - lowest, 0.0)
+    deviation = jnp.where(mask, shifted - jnp.sum(shifted) / count, 0.0)
+    return deviation / (jnp.sqrt(jnp.sum(jnp.square(deviation)) / count) + epsilon)
+
+
+def kl_penalty(
+    log_prob: Float[Array, "*rows tokens"],
+    reference_log_prob: Float[Array, "*rows tokens"],
+    sampled: Bool[Array, "*rows tokens"],
+    beta: Real[ArrayLike, ""],
+) -> Float[Array, "*rows"]:
+    r"""What a reply costs for differing from the reference, $\beta \sum_k \log \pi(w_k) - \log \rho(w_k)$.
+
+    Taken off the reward of the step. Over replies drawn from $\pi$ its mean is $\beta$ times the divergence of whole
+    replies, which is the expected sum of the tokens' divergences; a single reply's may be negative.
+
+    Args:
+      log_prob: of each token under the policy that played.
+      reference_log_prob: under the reference.
+      sampled: tokens that the policy chose.
+      beta: price of a nat in units of the reward, not negative.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(kl_penalty(jnp.array([-1.0, -5.0]), jnp.array([-3.0, 0.0]), jnp.array([True, False]), 0.5))
+      1.0
+    """
+    return jnp.asarray(beta) * jnp.sum(jnp.where(sampled, log_prob - reference_log_prob, 0.0), axis=-1)
+
+
+def reply_log_prob(
+    log_prob: Float[Array, "*rows tokens"], sampled: Bool[Array, "*rows tokens"]
+) -> Float[Array, "*rows 1"]:
+    """Log-probability of a whole reply, the sum of its tokens', as if it were one token.
+
+    Given to `clipped_surrogate` in place of the tokens', it clips the ratio of replies, as PPO over replies does.
+
+    Args:
+      log_prob: of each token.
+      sampled: tokens that the policy chose.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(reply_log_prob(jnp.array([-1.0, -2.0, -9.0]), jnp.array([True, True, False])))
+      [-3.]
+    """
+    return jnp.sum(jnp.where(sampled, log_prob, 0.0), axis=-1, keepdims=True)
+
+
+def clipped_value_loss(
+    value: Float[Array, "*decisions"],
+    old_value: Float[Array, "*decisions"],
+    value_target: Float[Array, "*decisions"],
+    clip: Real[ArrayLike, ""],
+) -> Float[Array, "*decisions"]:
+    r"""Value loss of each decision, $\frac{1}{2} \max((V - \hat V)^2, (\mathrm{clip}(V) - \hat V)^2)$.
+
+    where $\mathrm{clip}(V)$ is V kept within `clip` of the value that play had. What has moved further than that
+    towards the target has no gradient; what has moved away from it keeps its own.
+
+    Args:
+      value: of the network being trained.
+      old_value: of the network that the targets were made with; no gradient flows into it.
+      value_target: from `Estimates`; no gradient flows into it.
+      clip: largest move that counts, in units of the return, above 0.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> value = jnp.array([0.5, 0.0, -0.5])
+      >>> print(clipped_value_loss(value, jnp.zeros(3), jnp.ones(3), 0.25))
+      [0.28125 0.5     1.125  ]
+    """
+    old_value, value_target = jax.lax.stop_gradient((old_value, value_target))
+    error = jnp.square(value - value_target)
+    beyond = jnp.abs(value - old_value) > clip
+    clip = jnp.asarray(clip)
+    clipped = jnp.square(old_value + jnp.clip(value - old_value, -clip, clip) - value_target)
+    # Within the clip both errors are one, and their maximum would halve the gradient between the two.
+    return 0.5 * jnp.where(beyond, jnp.maximum(error, clipped), error)
+
+
+def within_target_kl(
+    allowed: Bool[ArrayLike, ""],
+    distance: Float[Array, ""],
+    decisions: Float[Array, ""],
+    target_kl: Real[ArrayLike, ""],
+) -> Bool[Array, ""]:
+    r"""Whether the policy may take a step: not once it is further than `target_kl` from the one that played.
+
+    The distance of a decision is $\rho - 1 - \log \rho$ with $\rho = \pi / \pi_{old}$, which is
+    `kl_k3(old_log_prob, log_prob)`; summed over micro-batches, it is known when the gradient is. The predicate is
+    traced: a step that is refused has been computed, and is not taken.
+
+    Args:
+      allowed: whether the earlier steps of the iteration were: once one is refused, the rest are.
+      distance: sum of the decisions' distances, under the policy before the step.
+      decisions: how many these are.
+      target_kl: largest mean distance in nats, above 0.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> sums = jnp.array(0.5), jnp.array(10.0)
+      >>> print(within_target_kl(True, *sums, 0.06), within_target_kl(True, *sums, 0.04))
+      True False
+    """
+    return jnp.asarray(allowed) & (distance <= jnp.asarray(target_kl) * decisions)

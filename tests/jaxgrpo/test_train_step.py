@@ -224,7 +224,7 @@ def test_changing_numbers_never_recompiles():
     assert traces == 1
 
 
-@pytest.mark.parametrize("options", [{}, {**FREE}])
+@pytest.mark.parametrize("options", [{}, {**FREE}, {"algorithm": "gigpo", **RECOMPUTE}])
 def test_members_under_vmap_are_the_solo_runs(options: dict[str, Any]):
     """Two seeds as one vmapped step: each is what it is alone, and no cache or parameter goes through a select."""
     experiment = small(**{**options, "rollout_rows": 5, "micro_batch": 8, "train_fraction": 0.6})

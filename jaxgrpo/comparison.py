@@ -100,23 +100,28 @@ def interval(values: Iterable[float]) -> tuple[float, float]:
 
 
 def markdown(results: Sequence[Result], first: str) -> str:
-    """A table for each game: held-out return at the end and on the way, and the difference from the variant `first`."""
+    """A table for each game: held-out return at the end and on the way, and differences from the variant `first`."""
     lines = []
     for game in _names(results, "game"):
         lines += [
             f"**{game}**",
             "",
-            f"| variant | return at the end | each seed | return on the way | end, against {first} | seconds a run |",
-            "|---|---|---|---|---|---|",
+            f"| variant | at the end | each seed | against {first} | on the way | against {first} | seconds a run |",
+            "|---|---|---|---|---|---|---|",
         ]
         of_game = [r for r in results if r.game == game]
-        base = {r.seed: r.final for r in of_game if r.variant == first}
+        base = {r.seed: r for r in of_game if r.variant == first}
         for variant in _names(of_game, "variant"):
             runs = [r for r in of_game if r.variant == variant]
-            difference = "" if variant == first else _pm(r.final - base[r.seed] for r in runs)
-            each = ", ".join(f"{r.final:.2f}" for r in runs)
-            seconds = f"{min(r.seconds for r in runs):.0f}-{max(r.seconds for r in runs):.0f}"
-            cells = [variant, _pm(r.final for r in runs), each, _pm(r.mean for r in runs), difference, seconds]
+            cells = [
+                variant,
+                _pm(r.final for r in runs),
+                ", ".join(f"{r.final:.2f}" for r in runs),
+                "" if variant == first else _pm(r.final - base[r.seed].final for r in runs),
+                _pm(r.mean for r in runs),
+                "" if variant == first else _pm(r.mean - base[r.seed].mean for r in runs),
+                f"{min(r.seconds for r in runs):.0f}-{max(r.seconds for r in runs):.0f}",
+            ]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)

@@ -104,7 +104,9 @@ def _assert_exact(compiled: TokenizedGame, states) -> list[str]:
 _SHORT = [*LAKES, "snake-8", "snake-20-poison-banana"]  # the other snakes' short texts are snake-8's
 
 
-@pytest.mark.parametrize(("name", "style"), [*itertools.product(GAMES, ["full"]), *itertools.product(_SHORT, ["short"])])
+@pytest.mark.parametrize(
+    ("name", "style"), [*itertools.product(GAMES, ["full"]), *itertools.product(_SHORT, ["short"])]
+)
 def test_prompt_ids_are_the_tokenizers_own(name, style, tokenizer):
     """Gate 1: ids from jit equal the tokenizer applied to the whole chat-templated string."""
     game = _game(name, style=style)

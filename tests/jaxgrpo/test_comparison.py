@@ -70,8 +70,9 @@ def test_intervals_are_students():
 def test_the_table_compares_seed_by_seed():
     rows = [row.split(" | ") for row in markdown(_results(), first="a").splitlines() if row.startswith("| ")]
     # Differences 0.5, 0.5, 0.2: mean 0.4, half 4.3027 * 0.17321 / sqrt(3).
-    assert rows[1] == ["| a", "2.00 ± 2.48", "1.00, 2.00, 3.00", "1.50 ± 1.86", "", "10-12 |"]
-    assert rows[2][4] == "0.40 ± 0.43"
+    assert rows[1] == ["| a", "2.00 ± 2.48", "1.00, 2.00, 3.00", "", "1.50 ± 1.86", "", "10-12 |"]
+    assert rows[2][3] == "0.40 ± 0.43"
+    assert rows[2][5] == "0.30 ± 0.32"  # three quarters of them, as of the means
 
 
 def test_the_picture_is_drawn(tmp_path):

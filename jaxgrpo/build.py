@@ -165,11 +165,45 @@ class Experiment:
 
         Args:
             folder: for the files.
-            params: the trained parameters, `TrainState.params`.
+            params: the trained parameters, `TrainState.params`; adapters are merged into the matrices as these are
+                written.
             dtype: of the stored weights, float32 or bfloat16.
         """
-        whole = join(params, self.fixed.params)
-        weights.save_pretrained(folder, self._model.config, whole, dtype=dtype, stacks=self._model.stacks)
+        self._save_model(folder, self._model.config, join(params, self.fixed.params), dtype)
+
+    def save_adapters(self, folder: Path, params: Any, *, place: Path, dtype: str = "float32") -> bool:
+        """Writes the adapters of a run as PEFT's files and, unless PEFT can load it from `--model`, their base.
+
+        The base is written into the folder's `base/` where it is drawn from the seed, expanded from a GGUF file, or
+        begins where another run stood (`--init-from`).
+
+        Args:
+            folder: for the files.
+            params: the trained parameters, `TrainState.params`.
+            place: where the folder will stand when others load it.
+            dtype: of the base's stored weights, float32 or bfloat16.
+
+        Returns:
+            Whether the base was written.
+
+        Raises:
+            ConfigError: the run has no adapters.
+        """
+        model = self._model
+        if model.config.lora is None:
+            raise ConfigError("--format peft: the run trained the model itself, without adapters; give --format hf.")
+        published = model.path.is_dir() and self._start is None
+        base = str(place.absolute() / "base")
+        if published:
+            given = Path(self.config.model)
+            base = str(given.absolute()) if given.is_dir() else self.config.model
+        else:
+            self._save_model(folder / "base", dataclasses.replace(model.config, lora=None), self.fixed.params, dtype)
+        weights.save_adapters(folder, model.config, params, base=base, stacks=model.stacks)
+        return not published
+
+    def _save_model(self, folder: Path, config: ModelConfig, whole: Any, dtype: str) -> None:
+        weights.save_pretrained(folder, config, whole, dtype=dtype, stacks=self._model.stacks)
         # The configuration of the model may name ends that the tokenizer's files do not.
         dataclasses.replace(self.game.tokenizer, eos_ids=self.policy.eos_ids).save_pretrained(folder)
 

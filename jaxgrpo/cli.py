@@ -13,7 +13,6 @@ from jaxgrpo import config as options
 from jaxgrpo.config import ConfigError, LearnConfig, OptimizerConfig, PlayConfig, RunConfig, TrainConfig, nearest
 from jaxgrpo.stopping import Exit
 
-
 # Sections whose options the help page shows without the section's name.
 _UNQUALIFIED = tyro.conf.OmitArgPrefixes
 

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): which matrices have one, how it starts, and how it is merged.
 
-Beside a frozen matrix W an adapter computes alpha / rank * B A x. A and B are plain leaves among the layers' parameters,
-stacked over layers like all others: A is `[layers, rank, in...]`, B is `[layers, out..., rank]`.
+Beside a frozen matrix W an adapter computes alpha / rank * B A x. A and B are plain leaves among those of the layers,
+stacked like them: A is `[layers, rank, in...]`, B is `[layers, out..., rank]`.
 """
 
 import dataclasses

@@ -308,7 +308,8 @@ def save_adapters(
     directory.mkdir(parents=True, exist_ok=True)
     stacks = tuple(stacks) or (Stack(config.layers),)
     _write_safetensors(directory / "adapter_model.safetensors", list(_stored_adapters(config.lora, adapters, stacks)))
-    adapted = [layer for stack, first in _with_first(stacks) if stack.trained for layer in range(first, first + stack.layers)]
+    trained = [range(first, first + stack.layers) for stack, first in _with_first(stacks) if stack.trained]
+    adapted = [layer for layers in trained for layer in layers]
     written = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

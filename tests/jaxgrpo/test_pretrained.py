@@ -139,6 +139,20 @@ def test_adapters_of_a_folder_of_files_name_it_as_their_base(run, tmp_path):
     np.testing.assert_allclose(found, logits(experiment, params, ids), atol=1e-4)
 
 
+def test_the_base_is_kept_in_the_type_that_is_asked_for(tmp_path):
+    """Read from files as when drawn from the seed: matrices rounded once, norms and biases as they are."""
+    experiment = build(resolve({**LORA, "base_dtype": "bfloat16"}))
+    drawn, full = experiment.fixed.params, build(resolve(LORA)).fixed.params
+    experiment.save_pretrained(tmp_path, experiment.init().params)
+    read = build(resolve({**LORA, "base_dtype": "bfloat16", "model": str(tmp_path), "preset": "tiny"})).fixed.params
+    assert_same(read, drawn)
+    for path, leaf in jax.tree.leaves_with_path(drawn):
+        vector = any(word in jax.tree_util.keystr(path) for word in ("norm", "bias"))
+        assert leaf.dtype == (jnp.float32 if vector else jnp.bfloat16)
+    assert_same(drawn, jax.tree.map(lambda x, like: x.astype(like.dtype), full, drawn))
+    assert {x.dtype.name for x in jax.tree.leaves(full)} == {"float32"}
+
+
 def test_adapters_go_on_in_another_run_and_merge_into_a_full_one(adapted, tmp_path):
     folder, experiment, params = adapted
     same = {**LORA, "train_layers": "1", "init_from": str(folder)}

@@ -21,6 +21,7 @@ from jaxgrpo.model.trained import (
     switched_off,
 )
 from jaxgrpo.model.transformer import Stack, Transformer
+from jaxgrpo.optimizer import decays
 from jaxgrpo.train_step import Fixed
 from tests.jaxgrpo.experiments import compiled, small
 from tests.jaxgrpo.jaxprs import array_shapes
@@ -168,6 +169,7 @@ def test_a_step_trains_the_adapters_alone_and_on_policy_the_ratio_is_one():
     for path, new in jax.tree.leaves_with_path(after.params):
         assert "lora" in jax.tree_util.keystr(path)
         assert np.isfinite(new).all()
+    assert all(jax.tree.leaves(decays(state.params)))
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any(), after.params, state.params)))
 
 

@@ -139,7 +139,7 @@ def test_gradients_are_those_through_the_merged_matrices():
 def test_a_base_in_bfloat16():
     graph, trained, frozen = adapted(ADAPTED)
     half = cast_base(frozen, base_types(ADAPTED, jnp.bfloat16))
-    kinds = {name[-1]: param[...].dtype.name for name, param in nnx.to_flat_state(half)}
+    kinds = {str(place[-1]): param[...].dtype.name for place, param in nnx.to_flat_state(half)}
     assert {kind for name, kind in kinds.items() if name.endswith(("norm", "bias"))} == {"float32"}
     assert {kind for name, kind in kinds.items() if not name.endswith(("norm", "bias"))} == {"bfloat16"}
     rounded = jax.tree.map(lambda x: x.astype(jnp.float32), half)

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxgrpo.build import build as make_train_step
-    from jaxgrpo.config import LearnConfig, OptimizerConfig, PlayConfig, RunConfig, TrainConfig, resolve
+    from jaxgrpo.config import LearnConfig, LoRAConfig, OptimizerConfig, PlayConfig, RunConfig, TrainConfig, resolve
     from jaxgrpo.evaluation import evaluate_scenarios as evaluate
     from jaxgrpo.trainer import Run, train
 
 __all__ = [
     "LearnConfig",
+    "LoRAConfig",
     "OptimizerConfig",
     "PlayConfig",
     "Run",
@@ -40,6 +41,7 @@ __all__ = [
 # Imported when first used, so that `jaxgrpo --help` need not wait for all of it.
 _HOMES = {
     "LearnConfig": ("config", "LearnConfig"),
+    "LoRAConfig": ("config", "LoRAConfig"),
     "OptimizerConfig": ("config", "OptimizerConfig"),
     "PlayConfig": ("config", "PlayConfig"),
     "Run": ("trainer", "Run"),

@@ -19,13 +19,25 @@ from jaxgrpo.algorithms.gigpo import GiGPO
 from jaxgrpo.algorithms.ms_grpo import MSGRPO
 from jaxgrpo.algorithms.step_grpo import StepGRPO
 from jaxgrpo.checkpoints import Checkpoints
-from jaxgrpo.config import ConfigError, HyperParameters, Switches, TrainConfig, with_options
+from jaxgrpo.config import ConfigError, HyperParameters, LoRAConfig, Switches, TrainConfig, with_options
 from jaxgrpo.episodes import Episodes
 from jaxgrpo.evaluation import Outcome, play_policy
 from jaxgrpo.export import transcript
 from jaxgrpo.model import weights
 from jaxgrpo.model.config import ModelConfig
-from jaxgrpo.model.trained import join, parse_layers, restack, split_trained
+from jaxgrpo.model.lora import LoRA, parse_targets
+from jaxgrpo.model.trained import (
+    add_nothing,
+    base_types,
+    cast_base,
+    initial_adapters,
+    join,
+    merge_adapters,
+    parse_layers,
+    restack,
+    split_trained,
+    switched_off,
+)
 from jaxgrpo.model.transformer import Stack, Transformer
 from jaxgrpo.policy import LanguageAgentPolicy
 from jaxgrpo.records import RunFolder, digest, read_manifest
@@ -74,21 +86,22 @@ class Experiment:
         if self._model.all_trained and not uses_reference:
             return Fixed(nnx.State({}), None)
         trained, frozen = self._initial()
-        return Fixed(frozen, trained if uses_reference else None)
+        if not uses_reference:
+            return Fixed(frozen, None)
+        # Before training, adapters that add nothing are the base alone.
+        return Fixed(frozen, switched_off(trained) if self._model.config.lora and add_nothing(trained) else trained)
 
     def init(self) -> TrainState:
         """The state before the first iteration: another run's parameters, the model's own, or drawn from the seed."""
-        return self._state(self._initial()[0])
+        return self.template() if self._start is None else self._state(self._initial()[0])
 
     def template(self) -> TrainState:
         """A state whose arrays are like those of `init`; of another run's parameters it needs nothing."""
-        return self._state(self._model.own(self.config.seed)[0])
+        return self._state(self._model.own_trained(self.config.seed))
 
     def _initial(self) -> tuple[Any, Any]:
         """Trained and frozen parameters before the first iteration."""
-        if self._start is None:
-            return self._model.own(self.config.seed)
-        return self._model.divide(self._start.params(self.config.model))
+        return _at_start(self.config, self._model, self._start)
 
     def _state(self, params: Any) -> TrainState:
         return TrainState(
@@ -152,11 +165,45 @@ class Experiment:
 
         Args:
             folder: for the files.
-            params: the trained parameters, `TrainState.params`.
+            params: the trained parameters, `TrainState.params`; adapters are merged into the matrices as these are
+                written.
             dtype: of the stored weights, float32 or bfloat16.
         """
-        whole = join(params, self.fixed.params)
-        weights.save_pretrained(folder, self._model.config, whole, dtype=dtype, stacks=self._model.stacks)
+        self._save_model(folder, self._model.config, join(params, self.fixed.params), dtype)
+
+    def save_adapters(self, folder: Path, params: Any, *, place: Path, dtype: str = "float32") -> bool:
+        """Writes the adapters of a run as PEFT's files and, unless PEFT can load it from `--model`, their base.
+
+        The base is written into the folder's `base/` where it is drawn from the seed, expanded from a GGUF file, or
+        begins where another run stood (`--init-from`).
+
+        Args:
+            folder: for the files.
+            params: the trained parameters, `TrainState.params`.
+            place: where the folder will stand when others load it.
+            dtype: of the base's stored weights, float32 or bfloat16.
+
+        Returns:
+            Whether the base was written.
+
+        Raises:
+            ConfigError: the run has no adapters.
+        """
+        model = self._model
+        if model.config.lora is None:
+            raise ConfigError("--format peft: the run trained the model itself, without adapters; give --format hf.")
+        published = model.path.is_dir() and self._start is None
+        base = str(place.absolute() / "base")
+        if published:
+            given = Path(self.config.model)
+            base = str(given.absolute()) if given.is_dir() else self.config.model
+        else:
+            self._save_model(folder / "base", dataclasses.replace(model.config, lora=None), self.fixed.params, dtype)
+        weights.save_adapters(folder, model.config, params, base=base, stacks=model.stacks)
+        return not published
+
+    def _save_model(self, folder: Path, config: ModelConfig, whole: Any, dtype: str) -> None:
+        weights.save_pretrained(folder, config, whole, dtype=dtype, stacks=self._model.stacks)
         # The configuration of the model may name ends that the tokenizer's files do not.
         dataclasses.replace(self.game.tokenizer, eos_ids=self.policy.eos_ids).save_pretrained(folder)
 
@@ -190,7 +237,7 @@ def build(config: TrainConfig) -> Experiment:
         WeightsError: the model is absent, damaged or unknown.
         UnsupportedModelError: the model has a feature that is not computed here.
     """
-    model = _Model.find(config.model, config.learn.train_layers)
+    model = _Model.find(config)
     start = _Start.find(config)
     options = config.play
     text_game = make_game(config.game, style=options.style, reply=options.reply, shots=options.shots)
@@ -245,7 +292,7 @@ def restore_params(folder: AnyPath | str) -> tuple[TrainConfig, Any]:
         ConfigError: the folder holds no run, or a run without a checkpoint.
     """
     run, config, iteration = _last_checkpoint(str(folder), option="--run")
-    return config, _trained_at(run, iteration, _Model.find(config.model, config.learn.train_layers))
+    return config, _trained_at(run, iteration, _Model.find(config))
 
 
 def _last_checkpoint(text: str, *, option: str) -> tuple[RunFolder, TrainConfig, int]:
@@ -269,17 +316,16 @@ def _trained_at(run: RunFolder, iteration: int, model: "_Model") -> Any:
 
 def _whole_at(run: RunFolder, config: TrainConfig, iteration: int) -> Any:
     """All parameters of a run at a checkpoint, layers in one stack: what it trained, and the rest as it began."""
-    model = _Model.find(config.model, config.learn.train_layers)
+    model = _Model.find(config)
     trained = _trained_at(run, iteration, model)
     if model.all_trained:
         return trained
-    _, frozen = model.divide(_whole_at_start(config, model, _Start.find(config)))
-    return model.unite(trained, frozen)
+    return model.unite(trained, _at_start(config, model, _Start.find(config))[1])
 
 
-def _whole_at_start(config: TrainConfig, model: "_Model", start: "_Start | None") -> Any:
-    """All parameters before a run's first iteration, layers in one stack."""
-    return model.whole(config.seed) if start is None else start.params(config.model)
+def _at_start(config: TrainConfig, model: "_Model", start: "_Start | None") -> tuple[Any, Any]:
+    """Trained and frozen parameters before a run's first iteration."""
+    return model.own(config.seed) if start is None else start.parts(config, model)
 
 
 @dataclasses.dataclass
@@ -309,21 +355,43 @@ class _Start:
                 f"--init-from {config.init_from}: is a run of --model {stored.model}, and this one is of "
                 f"--model {config.model}; give the same model."
             )
+        if config.lora.rank and stored.lora.rank and _adapters_of(config) != _adapters_of(stored):
+            raise ConfigError(
+                f"--init-from {config.init_from}: has adapters of {_adapters_of(stored)}, and this run "
+                f"{_adapters_of(config)}; give the same, or --lora.rank 0 to go on from the merged model."
+            )
         return cls(config.init_from, iteration)
 
-    def params(self, model: str) -> Any:
-        """All parameters of the model of that name, layers in one stack, the same at every call and in every session.
+    def parts(self, config: TrainConfig, model: "_Model") -> tuple[Any, Any]:
+        """Trained and frozen parameters of the run that starts here, the same at every call and in every session.
+
+        From one run with adapters to another these go on, on the base they were trained on. Else all parameters of the
+        checkpoint, its adapters merged, are divided as this run does.
+
+        Args:
+            config: of the run that starts here.
+            model: of that run.
 
         Raises:
             ConfigError: the checkpoint is gone, is another one now, or is another model's.
         """
-        run, config, latest = _last_checkpoint(self.run, option="--init-from")
+        run, stored, latest = _last_checkpoint(self.run, option="--init-from")
         if not (run.checkpoints / str(self.iteration)).exists():
             raise ConfigError(
                 f"--init-from {self.run}: this run began with its checkpoint {self.iteration}, which is gone (the last "
                 f"one is {latest}); put it back, or start in another folder."
             )
-        params = _whole_at(run, dataclasses.replace(config, model=model), self.iteration)
+        stored = with_options(stored, {"model": config.model, "base_dtype": config.learn.base_dtype})
+        if not (model.config.lora and stored.lora.rank):
+            whole = _whole_at(run, stored, self.iteration)
+            self._recognise(whole)
+            return model.divide(whole, config.seed)
+        adapters = _trained_at(run, self.iteration, model)
+        self._recognise(adapters)
+        return adapters, _at_start(stored, model, _Start.find(stored))[1]
+
+    def _recognise(self, params: Any) -> None:
+        """See that the parameters are those this run began with, once it has."""
         found = f"{int(digest(params)):08x}"
         if self.digest not in (None, found):
             raise ConfigError(
@@ -331,11 +399,30 @@ class _Start:
                 f"with (digest {found}, not {self.digest}); put it back, or start in another folder."
             )
         self.digest = found
-        return params
 
     def record(self) -> dict[str, Any]:
         """What the manifest says of it."""
         return dataclasses.asdict(self)
+
+
+def _adapters_of(config: TrainConfig) -> str:
+    """The options that adapters must share to stand for one another, as a user writes them."""
+    lora = _lora(config.lora)
+    assert lora is not None
+    targets = "all-linear" if lora.targets == LoRA.targets else ",".join(lora.targets)
+    return (
+        f"--lora.rank {lora.rank} --lora.alpha {lora.alpha:g} --lora.targets {targets} "
+        f"--train-layers {config.learn.train_layers}"
+    )
+
+
+def _lora(options: LoRAConfig) -> LoRA | None:
+    """The adapters that options ask for, if any."""
+    try:
+        targets = parse_targets(options.targets)
+    except ValueError as error:
+        raise ConfigError(f"--lora.targets {options.targets}: {error}.") from None
+    return LoRA(options.rank, options.alpha, targets) if options.rank else None
 
 
 def _algorithm(config: TrainConfig) -> Algorithm:
@@ -350,11 +437,14 @@ class _Model:
     config: ModelConfig
     tokenizer: TextTokenizer
     stacks: tuple[Stack, ...]
+    base_dtype: str
+    """Of the base under adapters."""
 
     @classmethod
-    def find(cls, name: str, train_layers: str) -> "_Model":
+    def find(cls, options: TrainConfig) -> "_Model":
+        name, train_layers = options.model, options.learn.train_layers
         path = weights.resolve_model(name)
-        config = weights.read_config(path, compute_dtype=_compute_dtype())
+        config = weights.read_config(path, compute_dtype=_default_dtype())
         if name == "tiny":
             tokenizer = TextTokenizer.tiny()
         elif path.suffix == ".gguf":
@@ -370,41 +460,62 @@ class _Model:
             stacks = parse_layers(train_layers, config.layers)
         except ValueError as error:
             raise ConfigError(f"--train-layers {train_layers}: {error}.") from None
-        return cls(path, config, tokenizer, stacks)
+        base_dtype = _default_dtype() if options.learn.base_dtype == "auto" else options.learn.base_dtype
+        return cls(path, dataclasses.replace(config, lora=_lora(options.lora)), tokenizer, stacks, base_dtype)
 
     @property
     def all_trained(self) -> bool:
-        return all(stack.trained for stack in self.stacks)
+        return self.config.lora is None and all(stack.trained for stack in self.stacks)
+
+    @property
+    def _bare(self) -> ModelConfig:
+        """The configuration without adapters."""
+        return dataclasses.replace(self.config, lora=None)
+
+    @property
+    def _types(self) -> Any:
+        """Of the model's own parameters: all float32 where they are trained, else those of a base."""
+        return jnp.float32 if self.config.lora is None else base_types(self.config, self.base_dtype)
 
     def abstract_trained(self) -> Any:
         """Shapes and types of the parameters that are trained."""
         return split_trained(nnx.split(Transformer.abstract(self.config, self.stacks))[1], self.stacks)[0]
 
-    def divide(self, whole: Any) -> tuple[Any, Any]:
-        """Trained and frozen parameters out of all, whose layers are in one stack."""
-        if not self.all_trained:
-            whole = restack(nnx.merge(nnx.split(Transformer.abstract(self.config))[0], whole), self.stacks)
+    def adapters(self, seed: int) -> Any:
+        """Adapters before any training."""
+        return initial_adapters(self.config, self.stacks, _key(seed, _WEIGHTS))
+
+    def divide(self, whole: Any, seed: int) -> tuple[Any, Any]:
+        """Trained and frozen parameters out of all, whose layers are in one stack; adapters are drawn from the seed."""
+        if len(self.stacks) > 1:
+            whole = restack(nnx.merge(nnx.split(Transformer.abstract(self._bare))[0], whole), self.stacks)
+        if self.config.lora is not None:
+            return self.adapters(seed), cast_base(whole, self._types)
         return split_trained(whole, self.stacks)
 
     def unite(self, trained: Any, frozen: Any) -> Any:
-        """All parameters out of the two parts, their layers in one stack."""
-        graph = nnx.split(Transformer.abstract(self.config, self.stacks))[0]
-        return restack(nnx.merge(graph, join(trained, frozen)), (Stack(self.config.layers),))
-
-    def whole(self, seed: int) -> Any:
-        """All parameters, read from the model's files or, where it has none, drawn from the seed."""
-        if self.path.suffix == ".json":
-            return jax.jit(functools.partial(weights.init, self.config))(_key(seed, _WEIGHTS))
-        return weights.load(self.path, compute_dtype=self.config.compute_dtype)[1]
+        """All parameters out of the two parts, their layers in one stack; adapters are merged."""
+        model = nnx.merge(nnx.split(Transformer.abstract(self.config, self.stacks))[0], join(trained, frozen))
+        return restack(model, (Stack(self.config.layers),)) if self.config.lora is None else merge_adapters(model)
 
     def own(self, seed: int) -> tuple[Any, Any]:
-        """Trained and frozen parameters of `whole`; those in files are read as they are divided, without a copy."""
+        """Trained and frozen parameters of the model's files or, where it has none, drawn from the seed.
+
+        Those in files are read as they are divided, without a copy.
+        """
         if self.path.suffix == ".json":
-            return self.divide(self.whole(seed))
-        loaded = weights.load(self.path, compute_dtype=self.config.compute_dtype, stacks=self.stacks)[1]
+            return self.divide(jax.jit(functools.partial(weights.init, self._bare))(_key(seed, _WEIGHTS)), seed)
+        dtype = self.config.compute_dtype
+        loaded = weights.load(self.path, compute_dtype=dtype, dtype=self._types, stacks=self.stacks)[1]
+        if self.config.lora is not None:
+            return self.adapters(seed), loaded
         return split_trained(loaded, self.stacks)
 
+    def own_trained(self, seed: int) -> Any:
+        """The trained parameters of `own`; adapters do not need the model for that."""
+        return self.own(seed)[0] if self.config.lora is None else self.adapters(seed)
 
-def _compute_dtype() -> str:
+
+def _default_dtype() -> str:
     """Full precision on the CPU, where it is as fast; bfloat16 on accelerators."""
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"

@@ -10,8 +10,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxgrpo import config as options
-from jaxgrpo.config import ConfigError, TrainConfig, nearest
+from jaxgrpo.config import ConfigError, LearnConfig, OptimizerConfig, PlayConfig, RunConfig, TrainConfig, nearest
 from jaxgrpo.stopping import Exit
+
+# Sections whose options the help page shows without the section's name.
+_UNQUALIFIED = tyro.conf.OmitArgPrefixes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +25,12 @@ class TrainOptions(TrainConfig):
     keeps its options, so --out and --resume are enough.
     """
 
+    play: Annotated[PlayConfig, _UNQUALIFIED] = PlayConfig()
+    learn: Annotated[LearnConfig, _UNQUALIFIED] = LearnConfig()
+    optimizer: Annotated[OptimizerConfig, _UNQUALIFIED] = OptimizerConfig()
+    run: Annotated[RunConfig, _UNQUALIFIED] = RunConfig()
     config: str | None = None
-    """A TOML file of options, flat or in the sections play, learn, optimizer and run."""
+    """A TOML file of options, flat or in the sections play, learn, lora, optimizer and run."""
 
     def __post_init__(self) -> None:
         """Nothing: values are judged when all sources are together."""
@@ -57,8 +64,9 @@ class ExportOptions:
 
     run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")] = None
     """Folder of a run."""
-    format: Literal["hf"] = "hf"
-    """Kind of files; hf: a folder of Hugging Face files, for transformers and `jaxgrpo train --model`."""
+    format: Literal["hf", "peft"] = "hf"
+    """Kind of files; hf: a folder of Hugging Face files, for transformers and `jaxgrpo train --model` (adapters are
+    merged into it); peft: the adapters of a run with --lora.rank, for PEFT."""
     to: str | None = None
     """New folder for the files."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -211,7 +219,12 @@ def read_options(kind: type, words: Sequence[str]) -> dict[str, Any] | None:
         return None
     kinds = options.field_types(kind)
     flags = {name for name, type_ in kinds.items() if type_ is bool}
-    fields = [(name, tuple[str, ...], _ABSENT) for name in kinds if name not in flags]
+    # A section's name in that of an option (--lora.rank) is none that a field can have.
+    fields = [
+        (_attribute(name), Annotated[tuple[str, ...], tyro.conf.arg(name=name)], _ABSENT)
+        for name in kinds
+        if name not in flags
+    ]
     fields += [(switch, bool, False) for name in sorted(flags) for switch in (name, f"no_{name}")]
     given, unknown = tyro.cli(
         dataclasses.make_dataclass("Given", fields),
@@ -221,8 +234,8 @@ def read_options(kind: type, words: Sequence[str]) -> dict[str, Any] | None:
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     if unknown:
-        raise ConfigError(_unknown(unknown[0], [name for name, *_ in fields]))
-    values = {name: getattr(given, name) for name in kinds if name not in flags}
+        raise ConfigError(_unknown(unknown[0], [*kinds, *(f"no_{name}" for name in flags)]))
+    values = {name: getattr(given, _attribute(name)) for name in kinds if name not in flags}
     values = {name: texts for name, texts in values.items() if texts != _ABSENT}
     several = {name: values.pop(name) for name in list(values) if kinds[name] == tuple[str, ...]}
     for name, texts in {**values, **several}.items():
@@ -231,6 +244,10 @@ def read_options(kind: type, words: Sequence[str]) -> dict[str, Any] | None:
             raise ConfigError(f"{' '.join([option, *texts])}: needs {'a' if not texts else 'one'} value.")
     switched = {name: getattr(given, name) for name in flags if getattr(given, name) or getattr(given, f"no_{name}")}
     return {**options.from_text(kind, {name: texts[0] for name, texts in values.items()}), **several, **switched}
+
+
+def _attribute(option: str) -> str:
+    return option.replace(".", "__")
 
 
 def _gather(words: Sequence[str], several: set[str]) -> list[str]:
@@ -264,7 +281,6 @@ def _help(command: str, defaults: Any) -> int:
             prog=f"jaxgrpo {command}",
             args=["--help"],
             default=defaults,
-            config=(tyro.conf.OmitArgPrefixes,),
         )
     except SystemExit:
         print(_exit_codes() if command == "train" else "", end="")

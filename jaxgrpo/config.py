@@ -56,6 +56,8 @@ class LearnConfig:
 
     train_layers: str = "all"
     """Layers that are trained: "all" (with all else), or numbers and ranges from 0 up, such as 24-29, 24- or 0,8-9."""
+    base_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type that the frozen model under adapters is kept in; "auto": float32 on CPUs, bfloat16 on accelerators."""
     normalise: Literal["std", "mean", "leave_one_out"] = "std"
     """Advantage within a group: (R - mean) / std, R - mean, or R - mean of the others."""
     train_fraction: float = 1.0
@@ -94,6 +96,18 @@ class LearnConfig:
     """Optimiser steps in a pass."""
     micro_batch: int = 256
     """Rows in one forward and backward; memory grows with it, results change by rounding alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRAConfig:
+    """Low-rank adapters (arXiv 2106.09685), trained in place of the model, which is frozen; options are --lora.NAME."""
+
+    rank: int = 0
+    """Inner size of the adapters; 0 trains the model itself."""
+    alpha: float = 32.0
+    """An adapter adds alpha / rank * B A to its matrix."""
+    targets: str = "all-linear"
+    """Matrices with an adapter: "all-linear", or names such as query,value (or q_proj,v_proj), without spaces."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +188,7 @@ class TrainConfig:
     """Seed of weights, games and sampling."""
     play: PlayConfig = PlayConfig()
     learn: LearnConfig = LearnConfig()
+    lora: LoRAConfig = LoRAConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     run: RunConfig = RunConfig()
 
@@ -192,6 +207,8 @@ class TrainConfig:
             raise ConfigError(f"--max-seconds {values['max_seconds']}: must be above 0.")
         if not values["adam_b1"] < 1 or not values["adam_b2"] < 1:
             raise ConfigError("--adam-b1 and --adam-b2 must be below 1.")
+        if not values["lora.alpha"] > 0:
+            raise ConfigError(f"--lora.alpha {values['lora.alpha']}: must be above 0.")
         if not 0 < values["train_fraction"] <= 1:
             raise ConfigError(f"--train-fraction {values['train_fraction']}: must be above 0 and at most 1 (1 is all).")
         if not 0 < values["group_filter"] <= 1:
@@ -238,6 +255,7 @@ _POSITIVE = [
 ]
 _NON_NEGATIVE = [
     "seed",
+    "lora.rank",
     "temperature",
     "top_k",
     "shots",
@@ -314,6 +332,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+_QUALIFIED = ("lora",)
+"""Sections whose options carry the section's name, --lora.rank: alone they would be unclear or taken."""
+
+
 def default_preset(model: str) -> str:
     """The preset made for a model: "tiny", "smollm2", or "paper" for every other model."""
     return {"tiny": "tiny", "smollm2-135m": "smollm2"}.get(model, "paper")
@@ -324,8 +346,13 @@ def flatten(config: Any) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        flat |= flatten(value) if dataclasses.is_dataclass(value) else {field.name: value}
+        flat |= _of_section(field.name, flatten(value)) if dataclasses.is_dataclass(value) else {field.name: value}
     return flat
+
+
+def _of_section(section: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A section's options by their flat names."""
+    return {f"{section}.{name}": value for name, value in options.items()} if section in _QUALIFIED else dict(options)
 
 
 def with_options(config: TrainConfig, options: Mapping[str, Any], *, source: str = "") -> TrainConfig:
@@ -369,7 +396,7 @@ def resolve(
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Options from a TOML file, flat or in the sections play, learn, optimizer and run.
+    """Options from a TOML file, flat or in the sections play, learn, lora, optimizer and run.
 
     Raises:
         ConfigError: the file is missing or is not TOML.
@@ -387,7 +414,7 @@ def from_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Options by flat name from a mapping whose sections may be nested (as in TOML files and config.json)."""
     flat: dict[str, Any] = {}
     for name, value in tables.items():
-        flat |= value if isinstance(value, dict) else {name: value}
+        flat |= _of_section(name, value) if isinstance(value, dict) else {name: value}
     return {name.replace("-", "_"): value for name, value in flat.items()}
 
 
@@ -406,7 +433,12 @@ def field_types(kind: Any) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         declared: Any = field.type
-        flat |= field_types(declared) if dataclasses.is_dataclass(declared) else {field.name: declared}
+        # The command line annotates sections with how they are shown.
+        section = declared.__origin__ if hasattr(declared, "__metadata__") else declared
+        if dataclasses.is_dataclass(section):
+            flat |= _of_section(field.name, field_types(section))
+        else:
+            flat[field.name] = declared
     return flat
 
 
@@ -444,14 +476,15 @@ def _parse(kind: Any, text: str) -> Any:
     return text
 
 
-def _replace(config: Any, options: Mapping[str, Any]) -> Any:
+def _replace(config: Any, options: Mapping[str, Any], section: str = "") -> Any:
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        (name,) = _of_section(section, {field.name: value})
         if dataclasses.is_dataclass(value):
-            changes[field.name] = _replace(value, options)
-        elif field.name in options:
-            changes[field.name] = _convert(field.name, field.type, options[field.name])
+            changes[field.name] = _replace(value, options, field.name)
+        elif name in options:
+            changes[field.name] = _convert(name, field.type, options[name])
     return dataclasses.replace(config, **changes)
 
 

@@ -2,15 +2,16 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
-from jaxgrpo.build import build, restore_params
+from jaxgrpo.build import Experiment, build, restore_params
 from jaxgrpo.cli import ExportOptions
 from jaxgrpo.config import ConfigError
 from jaxgrpo.stopping import Exit
 
 
 def export_command(options: ExportOptions) -> int:
-    """Write the model of a run's last checkpoint, with its tokenizer, to a new folder."""
+    """Write the model of a run's last checkpoint, with its tokenizer, or its adapters alone to a new folder."""
     if options.run is None or options.to is None:
         raise ConfigError("export: give the folder of a run, and --to with a new folder.")
     folder = Path(options.to).expanduser()
@@ -22,11 +23,21 @@ def export_command(options: ExportOptions) -> int:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        build(config).save_pretrained(partial, params, dtype=options.dtype)
+        written = _write(options, build(config), params, partial, folder)
         partial.replace(folder)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise ConfigError(f"--to {options.to}: cannot be written ({error.strerror}).") from None
-    size = sum(file.stat().st_size for file in folder.iterdir())
-    print(f"Model and tokenizer as Hugging Face files, {size / 1e6:.1f} MB, in {folder}")
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    print(f"{written}, {size / 1e6:.1f} MB, in {folder}")
     return Exit.DONE
+
+
+def _write(options: ExportOptions, experiment: Experiment, params: Any, folder: Path, place: Path) -> str:
+    """Writes the files and says what they are. `place` is where the folder will stand."""
+    if options.format == "hf":
+        experiment.save_pretrained(folder, params, dtype=options.dtype)
+        return "Model and tokenizer as Hugging Face files"
+    with_base = experiment.save_adapters(folder, params, place=place, dtype=options.dtype)
+    return f"Adapters as PEFT files{', their base model in base/' if with_base else ''}"

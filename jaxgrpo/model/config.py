@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxgrpo.model.lora import LoRA
+
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 COMPUTE_DTYPES = ("float32", "bfloat16")
 
@@ -68,6 +70,7 @@ class ModelConfig:
         init_std: standard deviation of randomly drawn matrices.
         eos_ids: ids that end a sequence, as the checkpoint declares them; may be empty.
         compute_dtype: type of activations and matrix products; norms, softmax and logits are float32 in any case.
+        lora: low-rank adapters beside the matrices of the blocks; None without. Not a part of the checkpoint.
     """
 
     architecture: str
@@ -89,6 +92,7 @@ class ModelConfig:
     init_std: float = 0.02
     eos_ids: tuple[int, ...] = ()
     compute_dtype: str = "float32"
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:

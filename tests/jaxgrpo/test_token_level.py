@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgrpo.algorithms.algorithm import RowRecord
+from jaxgrpo.algorithms.etpo import ETPO
 from jaxgrpo.build import Experiment, restore_params
 from jaxgrpo.checkpoints import Checkpoints
-from jaxgrpo.config import ConfigError, resolve
+from jaxgrpo.config import ConfigError, HyperParameters, resolve
 from jaxgrpo.episodes import Episodes
 from jaxgrpo.records import RunFolder, write_config
+from jaxgrpo.token_statistics import TokenStatistics
 from jaxgrpo.train_step import Critic
 from tests.jaxgrpo.experiments import compiled, replayed, small, updated
 from tests.jaxgrpo.jaxprs import selected_shapes
@@ -295,6 +298,37 @@ def test_etpo_begins_where_the_policy_has_nothing_to_learn():
     assert compiled(experiment, "update")._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
     no_price, _ = updated(experiment, after, episodes, polyak=0.0)
     assert_same(no_price.algorithm_state.target, no_price.algorithm_state.params)
+
+
+@pytest.mark.parametrize(
+    ("options", "of_policy", "of_critic"),
+    [
+        ({}, 0.5 * (1 + 2) - (3 + 4), 0.5 * 1 + (10 * 20 - 50)),
+        ({"reference_in_policy": False}, -0.5 * (5 + 6) - (3 + 4), 0.5 * 1 + (10 * 20 - 50)),
+        ({"etpo_as_released": True}, 0.5 * (-7 - 8) - (9 + 1), 0.5 * 1),
+    ],
+)
+def test_losses_of_etpo_and_of_its_ablations(options: dict[str, Any], of_policy: float, of_critic: float):
+    """By hand; the third token was not sampled, and the second's Q is 20 above its target."""
+
+    def tokens(first: float, second: float) -> jax.Array:
+        return jnp.array([first, second, jnp.nan])
+
+    config = resolve({"algorithm": "etpo", "beta": 0.5, **options})
+    statistics = TokenStatistics(
+        log_prob=tokens(-1, -2),
+        entropy=tokens(5, 6),
+        kl=tokens(1, 2),
+        expected_q=tokens(3, 4),
+        mean_log_prob=tokens(-7, -8),
+        mean_q=tokens(9, 1),
+        q=tokens(1, 25),
+    )
+    record = RowRecord(jnp.array([True, True, False]), tokens(-1, -2))
+    found = ETPO.from_config(config).loss(statistics, record, tokens(2, 5), HyperParameters.from_config(config))
+    assert found.totals["actor"] == pytest.approx(of_policy)
+    assert found.totals["critic"] == pytest.approx(of_critic)
+    assert found.sums["bellman_error"] == 21
 
 
 MEMBERS = 2

@@ -358,8 +358,12 @@ def test_members_under_vmap_learn_as_alone():
             np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * float(jnp.abs(b).max()) + 1e-9)
 
 
-def test_a_critic_beside_frozen_layers_copies_what_is_trained_and_no_more():
-    experiment = small(algorithm="etpo", train_layers="1", etpo_as_released=True, critic="raw")
+@pytest.mark.parametrize(
+    "options",
+    [{"train_layers": "1", "etpo_as_released": True, "critic": "raw"}, {"lora.rank": 2, "critic": "model"}],
+)
+def test_a_critic_beside_frozen_parameters_copies_what_is_trained_and_no_more(options: dict[str, Any]):
+    experiment = small(algorithm="etpo", **options)
     state = experiment.init()
     critic = state.algorithm_state
     trained = jax.tree.map(jnp.shape, state.params)

@@ -15,11 +15,14 @@ from envs_jax.games import TokenizedGame, make_game, tokenize_game
 from envs_jax.text.reader import CLOSE, OPEN
 from envs_jax.text.tokenizer import TextTokenizer
 from jaxgrpo.algorithms.algorithm import Advantages, Algorithm
+from jaxgrpo.algorithms.etpo import ETPO
 from jaxgrpo.algorithms.gigpo import GiGPO
 from jaxgrpo.algorithms.ms_grpo import MSGRPO
+from jaxgrpo.algorithms.ppo import PPO
 from jaxgrpo.algorithms.step_grpo import StepGRPO
 from jaxgrpo.checkpoints import Checkpoints
 from jaxgrpo.config import ConfigError, HyperParameters, LoRAConfig, Switches, TrainConfig, with_options
+from jaxgrpo.critic import CriticNetwork
 from jaxgrpo.episodes import Episodes
 from jaxgrpo.evaluation import Outcome, play_policy
 from jaxgrpo.export import transcript
@@ -44,7 +47,7 @@ from jaxgrpo.records import RunFolder, digest, read_manifest
 from jaxgrpo.storage import AnyPath
 from jaxgrpo.train_step import Fixed, Metrics, TrainState, TrainStep
 
-_WEIGHTS, _RUN = 0, 1
+_WEIGHTS, _RUN, _CRITIC = 0, 1, 3
 """Folded into the seed's key; held-out episodes have a number of their own in `evaluation`."""
 
 
@@ -82,7 +85,7 @@ class Experiment:
     @functools.cached_property
     def fixed(self) -> Fixed:
         """What the run never changes: what is frozen, and the starting model where the algorithm compares with it."""
-        uses_reference = self.train_step.algorithm.uses_reference
+        uses_reference = self.train_step.uses_reference
         if self._model.all_trained and not uses_reference:
             return Fixed(nnx.State({}), None)
         trained, frozen = self._initial()
@@ -107,7 +110,7 @@ class Experiment:
         return TrainState(
             params=params,
             opt_state=jax.jit(self.train_step.init_optimizer)(params, self.hyperparameters),
-            algorithm_state=(),
+            algorithm_state=self.train_step.init_critic(_key(self.config.seed, _CRITIC), params, self.hyperparameters),
             key=_key(self.config.seed, _RUN),
             iteration=jnp.int32(0),
         )
@@ -260,7 +263,8 @@ def build(config: TrainConfig) -> Experiment:
         truncate_top_p=Switches.from_config(config).top_p,
         remat=model.config.layers > _LAYERS_KEPT,
     )
-    step = TrainStep(policy, game, _algorithm(config), config)
+    algorithm = _algorithm(config)
+    step = TrainStep(policy, game, algorithm, config, _critic(config, algorithm, model.config))
     return Experiment(config, game, step, model, start)
 
 
@@ -426,7 +430,25 @@ def _lora(options: LoRAConfig) -> LoRA | None:
 
 
 def _algorithm(config: TrainConfig) -> Algorithm:
-    return {"ms-grpo": MSGRPO, "gigpo": GiGPO, "step-grpo": StepGRPO}[config.algorithm].from_config(config)
+    return _ALGORITHMS[config.algorithm].from_config(config)
+
+
+_ALGORITHMS = {
+    "ms-grpo": MSGRPO,
+    "gigpo": GiGPO,
+    "step-grpo": StepGRPO,
+    "etpo": ETPO,
+    "ppo-kl": PPO,
+    "poad": PPO,
+    "ntpo": PPO,
+}
+
+
+def _critic(config: TrainConfig, algorithm: Algorithm, model: ModelConfig) -> CriticNetwork | None:
+    if algorithm.critic == "none":
+        return None
+    learn = config.learn
+    return CriticNetwork(learn.critic, algorithm.critic, learn.critic_width, model.width, model.vocab_size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -88,6 +88,28 @@ class LearnConfig:
     """Weight of the KL divergence to the model this run starts with (k3 estimate per token)."""
     entropy_bonus: float = 0.0
     """Weight of the policy's entropy per sampled token."""
+    discount: float = 0.99
+    """Discount a step of etpo, ppo-kl and poad, and a token of ntpo; 1 is none."""
+    beta: float = 0.01
+    """What etpo pays for a nat that the policy differs from the starting model, in units of the return."""
+    reference_in_policy: bool = True
+    """Whether etpo's policy loss knows the starting model; without, its optimum is softmax(Q / beta)."""
+    etpo_as_released: bool = False
+    """Losses and targets of etpo as in its published code, which are not those of its paper: an ablation."""
+    critic: Literal["model", "raw", "head"] = "model"
+    """Critic: a copy of the model ("model": Q is the change of its logits; "raw": Q is the logits), or "head" on it."""
+    critic_width: int = 256
+    """Width of the small network of --critic head."""
+    polyak: float = 0.995
+    """Share of etpo's target critic that stays when the critic has taken a step."""
+    trace_decay: float = 0.95
+    """Lambda of generalised advantage estimation, a step of ppo-kl, a token of poad and ntpo."""
+    normalise_advantages: bool = True
+    """Advantages of ppo-kl, poad and ntpo less their mean, over their standard deviation in the iteration."""
+    value_clip: float = 0.2
+    """Largest move of a value within an iteration that its loss counts, in units of the return."""
+    target_kl: float = 0.02
+    """Nats from which on the policy of ppo-kl, poad or ntpo takes no more steps in an iteration; 0 is off."""
     aggregate: Literal["token", "sequence", "episode", "constant"] = "token"
     """What the loss is a mean over."""
     passes: int = 1
@@ -112,10 +134,15 @@ class LoRAConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its schedule."""
+    """Update rule and schedule."""
+
+    update_rule: Literal["adamw", "lion"] = "adamw"
+    """AdamW, or Lion, whose steps are all of one size: it takes a smaller learning rate."""
 
     learning_rate: float = 2e-3
     """Peak learning rate."""
+    critic_learning_rate: float = 0.0
+    """Peak learning rate of a critic; 0 is that of the policy."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after warm-up, towards 0 at the last iteration."""
     warmup: int = 0
@@ -123,9 +150,9 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     adam_b1: float = 0.9
-    """Decay of the first moment."""
+    """Decay of the first moment (Lion: of what is mixed into the gradient)."""
     adam_b2: float = 0.999
-    """Decay of the second moment."""
+    """Decay of the second moment (Lion: of the first)."""
     adam_epsilon: float = 1e-8
     """Added to the root of the second moment."""
     gradient_clip: float = 1.0
@@ -174,8 +201,8 @@ class TrainConfig:
 
     game: str = "frozen-lake"
     """Game or scenario."""
-    algorithm: Literal["ms-grpo", "gigpo", "step-grpo"] = "ms-grpo"
-    """Learning algorithm: one advantage an episode, "gigpo" (and one a step, among equal states) or "step-grpo"."""
+    algorithm: Literal["ms-grpo", "gigpo", "step-grpo", "etpo", "ppo-kl", "poad", "ntpo"] = "ms-grpo"
+    """Learning algorithm: compares episodes ("ms-grpo", "gigpo", "step-grpo") or learns a critic (the others)."""
     model: str = "tiny"
     """"tiny", "smollm2-135m", a folder of Hugging Face files, a .gguf file, or a hub name."""
     init_from: str | None = None
@@ -220,6 +247,10 @@ class TrainConfig:
                 f"--tis-cap {values['tis_cap']}: weighs recomputed against kept probabilities; "
                 "give --old-logprobs recompute as well, or --tis-cap 0."
             )
+        for name in ("discount", "trace_decay", "polyak"):
+            if not values[name] <= 1:
+                raise ConfigError(f"--{_option(name)} {values[name]}: must be at most 1.")
+        _judge_algorithm(self.algorithm, values)
         if values["minibatches"] > self.trained:
             raise ConfigError(
                 f"--minibatches {values['minibatches']}: more than the {self.trained} episodes trained on; give fewer."
@@ -241,7 +272,54 @@ class TrainConfig:
         return max(1, round(self.learn.train_fraction * self.kept_groups * self.play.group_size))
 
 
+def _judge_algorithm(algorithm: str, values: Mapping[str, Any]) -> None:
+    """Refuse options that the algorithm does not know or cannot do with.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if algorithm not in VALUE_ALGORITHMS:
+        return
+    defaults = flatten(TrainConfig)
+    foreign = [*_OF_GROUPS, *(_OF_RATIOS if algorithm == "etpo" else _OF_ETPO)]
+    for name in foreign:
+        if values[name] != defaults[name]:
+            raise ConfigError(
+                f"--{_option(name)} {values[name]}: means nothing to --algorithm {algorithm}; "
+                f"leave it out (it is {defaults[name]} then)."
+            )
+    if values["temperature"] == 0:
+        raise ConfigError(f"--temperature 0: --algorithm {algorithm} needs chances; give a temperature above 0.")
+    if algorithm == "etpo" and (values["top_k"] > 0 or values["top_p"] < 1):
+        raise ConfigError(
+            "--top-k, --top-p: --algorithm etpo learns the distribution that plays, over all tokens; leave them out."
+        )
+    if values["critic"] == "raw" and algorithm != "etpo":
+        raise ConfigError(
+            f"--critic raw: logits are a Q of tokens, and --algorithm {algorithm} learns values; give model or head."
+        )
+
+
+VALUE_ALGORITHMS = ("etpo", "ppo-kl", "poad", "ntpo")
+"""Algorithms with a critic; they train on all episodes, each for itself."""
+
+_OF_GROUPS = (
+    "normalise",
+    "train_fraction",
+    "alpha",
+    "importance",
+    "step_weight",
+    "step_discount",
+    "group_filter",
+    "drop_equal_groups",
+    "aggregate",
+    "tis_cap",
+)
+_OF_RATIOS = ("clip_low", "clip_high", "dual_clip", "old_logprobs", "kl_beta", "entropy_bonus")
+_OF_ETPO = ("reference_in_policy", "etpo_as_released")
+
 _POSITIVE = [
+    "critic_width",
     "groups",
     "group_size",
     "reply_limit",
@@ -270,7 +348,14 @@ _NON_NEGATIVE = [
     "tis_cap",
     "kl_beta",
     "entropy_bonus",
+    "discount",
+    "beta",
+    "polyak",
+    "trace_decay",
+    "value_clip",
+    "target_kl",
     "learning_rate",
+    "critic_learning_rate",
     "warmup",
     "weight_decay",
     "adam_b1",
@@ -336,6 +421,27 @@ _QUALIFIED = ("lora",)
 """Sections whose options carry the section's name, --lora.rank: alone they would be unclear or taken."""
 
 
+# Values found by trial: a discount that makes short ways worth it, and a bonus that keeps the policy looking around.
+_VALUES_TINY = {"group_size": 8, "minibatches": 4, "discount": 0.95, "entropy_bonus": 0.02}
+
+# What an algorithm needs, above the preset of the model; then what the two together need.
+ALGORITHM_PRESETS: dict[tuple[str, str | None], dict[str, Any]] = {
+    # Entropy bonus and gradient clip of the sources.
+    **{(name, None): {"train_fraction": 1.0, "entropy_bonus": 1e-4} for name in ("ppo-kl", "poad", "ntpo")},
+    **{(name, "tiny"): _VALUES_TINY for name in ("ppo-kl", "poad", "ntpo")},
+    ("etpo", None): {"train_fraction": 1.0, "entropy_bonus": 0.0, "gradient_clip": 10.0},
+    ("etpo", "tiny"): {
+        "group_size": 8,
+        "minibatches": 4,
+        "discount": 0.8,
+        "beta": 0.04,
+        "polyak": 0.95,
+        "learning_rate": 5e-4,
+        "critic_learning_rate": 1e-3,
+    },
+}
+
+
 def default_preset(model: str) -> str:
     """The preset made for a model: "tiny", "smollm2", or "paper" for every other model."""
     return {"tiny": "tiny", "smollm2-135m": "smollm2"}.get(model, "paper")
@@ -390,7 +496,12 @@ def resolve(
             f"--preset {preset}: unknown; allowed are {', '.join(PRESETS)}.{nearest(str(preset), PRESETS)}"
         )
     # Presets meet the user's options before any value is judged: a preset alone need not fit the user's sizes.
-    merged = {**PRESETS[preset], **chosen, "preset": preset} if preset else chosen
+    if preset:
+        algorithm = str(chosen.get("algorithm", (resumed or TrainConfig).algorithm))
+        of_algorithm = [ALGORITHM_PRESETS.get((algorithm, name), {}) for name in (None, preset)]
+        merged = {**PRESETS[preset], **of_algorithm[0], **of_algorithm[1], **chosen, "preset": preset}
+    else:
+        merged = chosen
     source = f"{toml}: " if toml and from_file.keys() - options.keys() else ""
     return with_options(resumed or TrainConfig(), merged, source=source)
 
@@ -541,11 +652,19 @@ class HyperParameters:
     tis_cap: Float[Array, ""]
     kl_beta: Float[Array, ""]
     entropy_bonus: Float[Array, ""]
+    discount: Float[Array, ""]
+    beta: Float[Array, ""]
+    polyak: Float[Array, ""]
+    trace_decay: Float[Array, ""]
+    value_clip: Float[Array, ""]
+    target_kl: Float[Array, ""]
+    critic_learning_rate: Float[Array, ""]
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> "HyperParameters":
         """The traced numbers of a configuration, as float32 scalars."""
         values = flatten(config)
+        values["critic_learning_rate"] = values["critic_learning_rate"] or values["learning_rate"]
         return cls(**{f.name: jnp.float32(values[f.name]) for f in dataclasses.fields(cls)})  # pyright: ignore[reportArgumentType]
 
 
@@ -559,6 +678,7 @@ class Switches:
     tis: bool
     gradient_clip: bool
     top_p: bool
+    target_kl: bool
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> "Switches":
@@ -570,4 +690,5 @@ class Switches:
             tis=config.learn.tis_cap > 0,
             gradient_clip=config.optimizer.gradient_clip > 0,
             top_p=config.play.top_p < 1,
+            target_kl=config.learn.target_kl > 0,
         )

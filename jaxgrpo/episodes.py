@@ -1,5 +1,6 @@
 """What was played, as arrays: replies, episodes of replies, and the rows that losses are made of."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -71,6 +72,29 @@ class Episodes(NamedTuple):
         """Undiscounted return of each episode, penalties included."""
         return self.reward.sum(-1)
 
+    def with_final(self, opening: Sequence[int]) -> tuple["Episodes", Bool[Array, "episodes steps_and_one"]]:
+        """Episodes with a reply to every observation, the last one included, and which of these matter.
+
+        What nobody replied to gets `opening`, the tokens that any reply begins with, none of them sampled. What matters
+        are the steps that were played and the observation behind the last one, unless the game terminated there.
+        """
+
+        def one_more(x: Array) -> Array:
+            return jnp.pad(x, [(0, 0), (0, 0), (0, 1), *[(0, 0)] * (x.ndim - 3)])
+
+        reply, alive = jax.tree.map(one_more, (self.reply, self.alive))
+        start = jnp.zeros(reply.ids.shape[-1], jnp.int32).at[: len(opening)].set(jnp.asarray(opening, jnp.int32))
+        reply = reply._replace(
+            ids=jnp.where(alive[..., None], reply.ids, start), length=jnp.where(alive, reply.length, len(opening))
+        )
+        behind = jnp.pad(self.alive & ~self.terminated, ((0, 0), (0, 0), (1, 0))) & ~alive
+        return self._replace(reply=reply), (alive | behind).reshape(-1, alive.shape[-1])
+
+    @property
+    def sampled(self) -> Bool[Array, "groups samples steps limit"]:
+        """Tokens that the model chose in steps that were played."""
+        return self.reply.sampled & self.alive[..., None]
+
     @property
     def token_counts(self) -> Int[Array, "episodes steps"]:
         """Sampled tokens of each played step, groups and samples flattened: what there is to train on."""
@@ -97,6 +121,8 @@ class Rows(NamedTuple):
     """What the algorithm's loss compares the row with; leading axis `rows`."""
     rollout_log_prob: Float[Array, "rows limit"] | None = None
     """Log-probabilities as they were when sampled, where `old_log_prob` was recomputed since; None where it was not."""
+    reference_log_prob: Float[Array, "rows limit"] | None = None
+    """Log-probabilities under the reference; None where the algorithm does not ask."""
 
     def take(self, index: Int[Array, " some"], present: Bool[Array, " some"]) -> "Rows":
         """The rows at `index`, with no weight where not `present`."""

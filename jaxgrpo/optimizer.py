@@ -1,4 +1,4 @@
-"""AdamW and learning-rate schedules whose numbers are traced, so that a sweep over them is one compilation."""
+"""AdamW, Lion and learning-rate schedules whose numbers are traced, so that a sweep over them is one compilation."""
 
 from typing import Any, Literal
 
@@ -10,10 +10,14 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxgrpo.config import HyperParameters
 
 Schedule = Literal["constant", "linear", "cosine"]
+Rule = Literal["adamw", "lion"]
 
 
-def learning_rate(hp: HyperParameters, iteration: Int[Array, ""], schedule: Schedule) -> Float[Array, ""]:
-    """Linear warm-up to the peak, then constant, or falling to 0 at the last iteration in a line or a half cosine."""
+def scheduled(hp: HyperParameters, iteration: Int[Array, ""], schedule: Schedule) -> Float[Array, ""]:
+    """Share of the peak learning rate.
+
+    Linear warm-up to 1, then constant, or falling to 0 at the last iteration in a line or a half cosine.
+    """
     done = iteration.astype(jnp.float32)
     warm = jnp.where(hp.warmup > 0, jnp.minimum((done + 1) / jnp.maximum(hp.warmup, 1), 1.0), 1.0)
     progress = jnp.clip((done - hp.warmup) / jnp.maximum(hp.iterations - hp.warmup, 1), 0.0, 1.0)
@@ -21,22 +25,29 @@ def learning_rate(hp: HyperParameters, iteration: Int[Array, ""], schedule: Sche
         warm = warm * (1 - progress)
     elif schedule == "cosine":
         warm = warm * (0.5 + 0.5 * jnp.cos(jnp.pi * progress))
-    return hp.learning_rate * warm
+    return warm
 
 
-def make_optimizer(hp: HyperParameters, rate: Float[Array, ""], *, clip: bool) -> optax.GradientTransformation:
-    """Global-norm clipping and AdamW (arXiv 1711.05101), built inside the step from traced numbers.
+def make_optimizer(
+    hp: HyperParameters, rate: Float[Array, ""], *, clip: bool, rule: Rule = "adamw"
+) -> optax.GradientTransformation:
+    """Global-norm clipping and AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675), built from traced numbers.
 
-    The state's structure depends on `clip` alone, so that it can be initialised with any numbers.
+    The state's structure depends on `clip` and `rule` alone, so that it can be initialised with any numbers.
 
     Args:
         hp: betas, epsilon, weight decay and the largest norm.
         rate: learning rate of this step.
         clip: whether to clip at all.
+        rule: how moments become a step; Lion's is the sign of one, and takes no epsilon.
     """
+    moments = {
+        "adamw": lambda: optax.scale_by_adam(hp.adam_b1, hp.adam_b2, hp.adam_epsilon),
+        "lion": lambda: optax.scale_by_lion(hp.adam_b1, hp.adam_b2),
+    }
     return optax.chain(
         optax.clip_by_global_norm(hp.gradient_clip) if clip else optax.identity(),
-        optax.scale_by_adam(hp.adam_b1, hp.adam_b2, hp.adam_epsilon),
+        moments[rule](),
         optax.add_decayed_weights(hp.weight_decay, mask=decays),
         optax.scale(-rate),
     )

@@ -9,7 +9,7 @@ draw) or none that still closes the reply in time.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from jaxgrpo.loops import while_any
 from jaxgrpo.model.cache import DecodeCache, Prefix
 from jaxgrpo.model.transformer import LayerParams, Transformer
 from jaxgrpo.sampling import draw
-from jaxgrpo.token_statistics import TokenStatistics
+from jaxgrpo.token_statistics import Scores, TokenStatistics
 
 
 class Sampling(NamedTuple):
@@ -62,6 +62,18 @@ class _Batch(NamedTuple):
         """Some of the rows, by number."""
         writing, begin, keys = jax.tree.map(lambda x: x[index], (self.writing, self.begin, self.keys))
         return _Batch(writing, self.cache.take(index), begin, keys)
+
+
+class _Span(NamedTuple):
+    """Slots of replies that can hold a sampled token."""
+
+    token: Int[Array, "rows span"]
+    state: Int[Array, "rows span"]
+    """The constraint's, before the token."""
+
+
+_Product = Callable[[Float[Array, "*tokens width"], Float[Array, "some width"]], Float[Array, "*tokens some"]]
+"""The product of hidden states with rows of a head, in float32."""
 
 
 _LONG_REPLY = 32
@@ -150,7 +162,7 @@ class LanguageAgentPolicy:
         model = self.model(params)
         layers = model.decode_params()
         rows, tokens = observation.shape
-        opening = jnp.asarray(self._opening, jnp.int32)
+        opening = jnp.asarray(self.opening, jnp.int32)
         block = jnp.concatenate([observation, jnp.broadcast_to(opening, (rows, len(opening)))], axis=1)
         valid = _left_valid(observation_length, tokens, extra=len(opening))
         first, last = self.sampled_span
@@ -201,7 +213,7 @@ class LanguageAgentPolicy:
 
     def _blank(self, rows: int) -> _Writing:
         """Replies that hold only what the constraint forces at the start."""
-        opening = self._opening
+        opening = self.opening
         reader = jnp.int32(self.reader.start)
         for token in opening:
             reader = self.reader.step(reader, jnp.int32(token))
@@ -344,6 +356,22 @@ class LanguageAgentPolicy:
         renormalised over what the constraint and the number of tokens left allowed. Logits are made only where a
         sampled token is predicted. Gradients flow into `params` and into `prefix`.
         """
+        scores = self.scores(params, prefix, observation, observation_length, reply, reply_length)
+        return self.statistics(params, scores, reply, temperature)
+
+    def scores(
+        self,
+        params: PyTree[Array],
+        prefix: Prefix,
+        observation: Int[Array, "rows tokens"],
+        observation_length: Int[Array, " rows"],
+        reply: Int[Array, "rows limit"],
+        reply_length: Int[Array, " rows"],
+    ) -> Scores:
+        """What a model makes of replies, `[rows, span, width]`: its states before each token of `sampled_span`.
+
+        Gradients flow into `params` and into `prefix`.
+        """
         model = self.model(params)
         tokens = observation.shape[1]
         first, last = self.sampled_span
@@ -352,38 +380,112 @@ class LanguageAgentPolicy:
         ids = jnp.concatenate([observation, reply[:, : last - 1]], axis=1)
         hidden = model.forward(ids, _positions(valid, prefix), valid, prefix, remat=self.remat)
         # The state at slot tokens - 1 + j has read the reply up to token j - 1 and predicts token j.
-        predicting = hidden[:, tokens - 1 + first : tokens - 1 + last]
-        taken = reply[:, first:last]
-        found = self._statistics(model, predicting, taken, self._states(reply)[:, first:last], temperature)
-        outside = ((0, 0), (first, self.reply_limit - last))
-        return jax.tree.map(lambda x: jnp.pad(x, outside), found)
+        return Scores(hidden[:, tokens - 1 + first : tokens - 1 + last], model.head())
 
-    def _statistics(
+    def statistics(
         self,
-        model: Transformer,
-        hidden: Float[Array, "rows span embed"],
-        token: Int[Array, "rows span"],
-        state: Int[Array, "rows span"],
+        params: PyTree[Array],
+        actor: Scores,
+        reply: Int[Array, "rows limit"],
         temperature: Float[Array, ""],
+        *,
+        reference: Scores | None = None,
+        critic: Scores | None = None,
+        critic_is_relative: bool = False,
+        unweighted: bool = False,
     ) -> TokenStatistics:
-        if self.constraint is not None and self.constraint.choices is not None:
-            choices = jnp.asarray(self.constraint.choices, jnp.int32)[state]
-            logits = model.token_logits(hidden, jnp.maximum(choices, 0))
-            return statistics.over_choices(logits, choices, token, temperature)
-        flat_state = state.reshape(-1)
+        """Statistics of replies, `[rows, limit]`, from what networks make of them; see `token_statistics`.
+
+        Args:
+            params: of the policy's model, whose arithmetic multiplies scores out.
+            actor: the policy's scores, which are its logits, from `scores`.
+            reply: tokens of the replies.
+            temperature: of sampling.
+            reference: the reference's scores, for `kl`.
+            critic: the critic's scores of any width, for `q` and `expected_q`.
+            critic_is_relative: whether Q is the difference of the critic's scores to the reference's.
+            unweighted: whether to make the unweighted means as well.
+        """
         first, last = self.sampled_span
-        remaining = jnp.broadcast_to(self.reply_limit - jnp.arange(first, last), state.shape).reshape(-1)
-        allowed = None if self.constraint is None else Partial(self._allowed, flat_state, remaining)
+        span = _Span(reply[:, first:last], self._states(reply)[:, first:last])
+        few = self.constraint is not None and self.constraint.choices is not None
+        found = (self._over_choices if few else self._over_vocabulary)(
+            self.model(params).logits_of, span, temperature, actor, reference, critic, critic_is_relative, unweighted
+        )
+        return jax.tree.map(self.at_slots, found)
+
+    def at_slots(self, of_span: Float[Array, "rows span"]) -> Float[Array, "rows limit"]:
+        """Numbers about the slots of `sampled_span` at their places in a reply; 0 elsewhere."""
+        first, last = self.sampled_span
+        return jnp.pad(of_span, ((0, 0), (first, self.reply_limit - last)))
+
+    def _over_choices(
+        self,
+        product: _Product,
+        span: _Span,
+        temperature: Float[Array, ""],
+        actor: Scores,
+        reference: Scores | None,
+        critic: Scores | None,
+        critic_is_relative: bool,
+        unweighted: bool,
+    ) -> TokenStatistics:
+        assert self.constraint is not None
+        choices = jnp.asarray(self.constraint.choices, jnp.int32)[span.state]
+
+        def of(scores: Scores) -> Float[Array, "rows span choices"]:
+            return _scores_of(product, scores, jnp.maximum(choices, 0))
+
+        logits = None if reference is None else of(reference)
+        q = None if critic is None else of(critic)
+        if q is not None and logits is not None and critic_is_relative:
+            q = q - logits
+        return statistics.over_choices(
+            of(actor), choices, span.token, temperature, reference_logits=logits, q=q, unweighted=unweighted
+        )
+
+    def _over_vocabulary(
+        self,
+        product: _Product,
+        span: _Span,
+        temperature: Float[Array, ""],
+        actor: Scores,
+        reference: Scores | None,
+        critic: Scores | None,
+        critic_is_relative: bool,
+        unweighted: bool,
+    ) -> TokenStatistics:
+        first, last = self.sampled_span
+        remaining = jnp.broadcast_to(self.reply_limit - jnp.arange(first, last), span.state.shape).reshape(-1)
+        allowed = None if self.constraint is None else Partial(self._allowed, span.state.reshape(-1), remaining)
+
+        def flat(scores: Scores | None) -> Scores | None:
+            """The scores as constants, with one axis of tokens."""
+            if scores is None:
+                return None
+            return jax.lax.stop_gradient(scores._replace(hidden=scores.hidden.reshape(-1, scores.hidden.shape[-1])))
+
+        def of_token(scores: Scores) -> Float[Array, "rows span"]:
+            return _scores_of(product, scores, span.token[..., None])[..., 0]
+
         found = statistics.over_vocabulary(
-            hidden.reshape(-1, hidden.shape[-1]),
-            model.head(),
-            model.token_logits(hidden, token[..., None]).reshape(-1),
+            actor.hidden.reshape(-1, actor.hidden.shape[-1]),
+            actor.head,
+            of_token(actor).reshape(-1),
             temperature,
             vocab_size=self.vocab_size,
-            logits=model.logits_of,
+            logits=product,
             allowed=allowed,
+            reference=flat(reference),
+            critic=flat(critic),
+            critic_is_relative=critic_is_relative,
+            unweighted=unweighted,
         )
-        return jax.tree.map(lambda x: x.reshape(token.shape), found)
+        found = jax.tree.map(lambda x: x.reshape(span.token.shape), found)
+        if critic is None:
+            return found
+        relative_to = of_token(reference) if critic_is_relative and reference is not None else 0.0
+        return found._replace(q=of_token(critic) - relative_to)
 
     def _states(self, reply: Int[Array, "rows limit"]) -> Int[Array, "rows limit"]:
         """The constraint's state before each token of a reply; zeros where replies are free."""
@@ -401,7 +503,7 @@ class LanguageAgentPolicy:
     # What is known before any token is sampled
 
     @property
-    def _opening(self) -> tuple[int, ...]:
+    def opening(self) -> tuple[int, ...]:
         """The run of tokens every reply begins with."""
         return () if self.constraint is None else tuple(self.constraint.start_run)
 
@@ -447,6 +549,11 @@ def _sampled_span(constraint: Constraint, limit: int, *, counts_down: bool) -> t
         taken &= (after < limit) & (constraint.forced_next[onward] != constraint.finished)
         reached[after[taken], constraint.forced_next[onward[taken]]] = True
     return first, max(last, first + 1)
+
+
+def _scores_of(product: _Product, scores: Scores, ids: Int[Array, "rows span some"]) -> Float[Array, "rows span some"]:
+    """Scores of a few tokens at each place, the rest of the vocabulary not computed."""
+    return jax.vmap(jax.vmap(product))(scores.hidden, scores.head[ids])
 
 
 def _left_valid(length: Int[Array, " rows"], tokens: int, extra: int = 0) -> Bool[Array, "rows both"]:

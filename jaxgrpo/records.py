@@ -40,6 +40,7 @@ METRIC_KEYS = (
     "unreadable_rate",
     "reply_tokens",
     "loss",
+    "critic_loss",
     "kl",
     "entropy",
     "ratio_max",

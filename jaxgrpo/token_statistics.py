@@ -28,7 +28,8 @@ _LARGEST_CHUNK = 16_384
 class TokenStatistics(NamedTuple):
     """What losses may know of each sampled token, in float32; None where it was not asked for.
 
-    Gradients flow into the policy alone: reference and Q are constants.
+    Gradients flow into the policy alone: reference and Q are constants. The critic's own are `q` and `value`, in which
+    the policy does not appear.
     """
 
     log_prob: Float[Array, "*tokens"]
@@ -43,12 +44,16 @@ class TokenStatistics(NamedTuple):
     """log pi(v) averaged over the allowed tokens v, each weighing the same: only the ETPO ablation looks at it."""
     mean_q: Float[Array, "*tokens"] | None = None
     """Q(v) averaged likewise."""
+    q: Float[Array, "*tokens"] | None = None
+    """Q of the token, differentiable in the critic."""
+    value: Float[Array, "*tokens"] | None = None
+    """Value before the token is drawn, differentiable in the critic; it needs a critic of values."""
 
 
 class Scores(NamedTuple):
     """A number for each token of the vocabulary, not multiplied out: `hidden` with every row of `head`."""
 
-    hidden: Float[Array, "tokens width"]
+    hidden: Float[Array, "*tokens width"]
     head: Float[Array, "vocab width"]
 
 
@@ -70,7 +75,7 @@ def over_choices(
         token: the sampled token, one of `choices`. Positions where it is not give an undefined log-probability.
         temperature: of sampling.
         reference_logits: of the allowed tokens under the reference, for `kl`.
-        q: the critic's values of the allowed tokens, for `expected_q`.
+        q: the critic's values of the allowed tokens, for `expected_q` and `q`.
         unweighted: whether to make the unweighted means as well.
     """
     allowed = choices >= 0
@@ -87,6 +92,7 @@ def over_choices(
     taken = (choices == token[..., None]) & allowed
     count = jnp.maximum(jnp.sum(allowed, axis=-1), 1)
     reference = None if reference_logits is None else log_softmax(jax.lax.stop_gradient(reference_logits))
+    taken_q = None if q is None else jnp.sum(jnp.where(taken, q, 0.0), axis=-1)
     q = None if q is None else jax.lax.stop_gradient(q)
     return TokenStatistics(
         log_prob=jnp.sum(jnp.where(taken, log_probs, 0.0), axis=-1),
@@ -95,6 +101,7 @@ def over_choices(
         expected_q=None if q is None else total(probs * q),
         mean_log_prob=total(log_probs) / count if unweighted else None,
         mean_q=total(q) / count if unweighted and q is not None else None,
+        q=taken_q,
     )
 
 

@@ -12,19 +12,33 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from envs_jax.games import TokenizedGame
-from jaxgrpo.algorithms.algorithm import Algorithm
+from jaxgrpo.algorithms import etpo, ppo
+from jaxgrpo.algorithms.algorithm import Algorithm, Network, Played, RowRecord, Statistic
 from jaxgrpo.config import HyperParameters, TrainConfig
+from jaxgrpo.critic import CriticNetwork
 from jaxgrpo.episodes import CLOSED, CUT, ENDED, Episodes, Rows, build_rows
 from jaxgrpo.loops import for_count
 from jaxgrpo.model.cache import Prefix
 from jaxgrpo.model.trained import join
-from jaxgrpo.optimizer import learning_rate, make_optimizer
+from jaxgrpo.optimizer import make_optimizer, scheduled
 from jaxgrpo.policy import LanguageAgentPolicy, Sampling
 from jaxgrpo.rollout import play
+from jaxgrpo.token_statistics import Scores, TokenStatistics
 
 Metrics = dict[str, Float[Array, ""]]
 
 _PLAY, _CHOOSE, _SHUFFLE = 0, 1, 2
+
+
+class Critic(NamedTuple):
+    """What an algorithm with a critic carries from one iteration to the next."""
+
+    params: Any
+    """Parameters of the critic, see `CriticNetwork`."""
+    opt_state: Any
+    """Its optimiser's state."""
+    target: Any
+    """The target critic, parameters like the critic's that follow them slowly; None where there is none."""
 
 
 # Not checked as it is built (`no_type_check`): JAX rebuilds pytrees around things that are not arrays.
@@ -37,11 +51,32 @@ class TrainState(struct.PyTreeNode):
     opt_state: Any
     """The optimiser's state."""
     algorithm_state: Any
-    """What an algorithm carries from one iteration to the next; empty for MS-GRPO."""
+    """A `Critic`; empty where the algorithm has none."""
     key: PRNGKeyArray
     """Key of the run; an iteration folds its number in."""
     iteration: Int[Array, ""]
     """Iterations done."""
+
+
+class _Networks(NamedTuple):
+    """One thing for each network that learns; that of the critic is None where there is no critic."""
+
+    actor: Any
+    critic: Any
+
+    @classmethod
+    def of(cls, state: TrainState) -> "_Networks":
+        return cls(state.params, state.algorithm_state.params if state.algorithm_state else None)
+
+
+class _Learning(NamedTuple):
+    """What one optimiser step hands to the next."""
+
+    networks: _Networks
+    opt_states: _Networks
+    target: Any
+    going: Bool[Array, ""]
+    """Whether the policy still takes steps: not once it is too far from the one that played."""
 
 
 class Fixed(NamedTuple):
@@ -50,7 +85,14 @@ class Fixed(NamedTuple):
     params: Any
     """The parameters of the model that are not trained; an empty `nnx.State` where all are."""
     reference: Any
-    """The trained parameters as they were at the start; None where the algorithm does not compare with them."""
+    """The trained parameters as they were at the start; None where neither algorithm nor critic looks at them."""
+
+
+class _Reference(NamedTuple):
+    """The starting model, ready to be asked."""
+
+    params: Any
+    prefix: Prefix
 
 
 def play_key(state: TrainState) -> PRNGKeyArray:
@@ -73,6 +115,7 @@ class TrainStep:
     game: TokenizedGame
     algorithm: Algorithm
     config: TrainConfig
+    critic: CriticNetwork | None = None
 
     def __call__(self, state: TrainState, fixed: Fixed, hp: HyperParameters) -> tuple[TrainState, Metrics]:
         """One iteration.
@@ -84,9 +127,27 @@ class TrainStep:
         """
         return self.update(state, self.rollout(state, fixed, hp), fixed, hp)
 
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the starting model is looked at, by the algorithm or by its critic."""
+        reads = self.algorithm.reads
+        return (
+            reads.reference_log_prob
+            or bool((reads.play | reads.loss) & {"kl", "reference_log_prob"})
+            or (self.critic is not None and self.critic.uses_reference)
+        )
+
     def init_optimizer(self, params: Any, hp: HyperParameters) -> optax.OptState:
-        """The optimiser's state before the first iteration."""
-        return self._optimizer(hp, jnp.int32(0)).init(params)
+        """The optimiser's state of a network before the first iteration."""
+        return self._optimizer(hp, hp.learning_rate).init(params)
+
+    def init_critic(self, key: PRNGKeyArray, trained: Any, hp: HyperParameters) -> Critic | tuple[()]:
+        """What the algorithm carries, before the first iteration; `trained` are the model's trained parameters."""
+        if self.critic is None:
+            return ()
+        params = self.critic.init(key, trained)
+        target = None if self.algorithm.target_decay(hp) is None else jax.tree.map(jnp.copy, params)
+        return Critic(params, self.init_optimizer(params, hp), target)
 
     @jax.named_scope("play")
     def rollout(self, state: TrainState, fixed: Fixed, hp: HyperParameters) -> Episodes:
@@ -111,41 +172,94 @@ class TrainStep:
         self, state: TrainState, episodes: Episodes, fixed: Fixed, hp: HyperParameters
     ) -> tuple[TrainState, Metrics]:
         """Learns from episodes: `passes` times over their rows, in `minibatches` optimiser steps each."""
+        networks, reference = _Networks.of(state), self._reference(fixed)
         with jax.named_scope("targets"):
-            targets = self.algorithm.targets(_key(state, _CHOOSE), episodes, hp)
+            played = self._played(state, episodes, fixed, reference, hp)
+            targets = self.algorithm.targets(_key(state, _CHOOSE), episodes, hp, played)
         with jax.named_scope("rows"):
             rows, count = build_rows(episodes, targets.chosen, targets.visit, targets.weight, targets.target)
-        if self.config.learn.old_logprobs == "recompute":
-            recomputed = self._log_prob(join(state.params, fixed.params), rows, count, hp)
-            rows = rows._replace(old_log_prob=recomputed, rollout_log_prob=rows.old_log_prob)
-        reference_log_prob = None
-        if self.algorithm.uses_reference:
-            reference_log_prob = self._log_prob(join(fixed.reference, fixed.params), rows, count, hp)
+        rows = self._with_chances(rows, count, networks, fixed, reference, hp)
         minibatches = self.config.learn.minibatches
         shuffle = _key(state, _SHUFFLE)
 
-        def learn(carry: tuple[Any, Any], number: Array) -> tuple[tuple[Any, Any], "_Learned"]:
+        def learn(now: _Learning, number: Array) -> tuple[_Learning, "_Learned"]:
             order = self._order(jax.random.fold_in(shuffle, number // minibatches), rows.weight.shape[0], count)
             part = number % minibatches
             span = part * count // minibatches, (part + 1) * count // minibatches
             # Every minibatch answers for its share of the whole loss, scaled up, so that their mean is the whole loss.
             denominator = targets.denominator / minibatches
-            params, opt_state = carry
-            grads, report = self._gradient(params, fixed.params, rows, order, span, reference_log_prob, denominator, hp)
-            return self._apply(params, opt_state, grads, report, state.iteration, hp)
+            grads, report = self._gradient(now.networks, fixed, reference, rows, order, span, denominator, hp)
+            return self._apply(now, grads, report, state.iteration, hp)
 
         numbers = jnp.arange(self.config.learn.passes * minibatches)
-        (params, opt_state), learned = jax.lax.scan(learn, (state.params, state.opt_state), numbers)
+        critic = state.algorithm_state
+        opt_states = _Networks(state.opt_state, critic.opt_state if critic else None)
+        begin = _Learning(networks, opt_states, critic.target if critic else None, jnp.bool_(True))
+        end, learned = jax.lax.scan(learn, begin, numbers)
         metrics = {
             **_episode_metrics(episodes),
             **targets.metrics,
             **_learned_metrics(learned),
             "trained_rows": count.astype(jnp.float32),
-            "learning_rate": learning_rate(hp, state.iteration, self.config.optimizer.schedule),
+            "learning_rate": self._scheduled(hp, state.iteration) * hp.learning_rate,
             "iteration": (state.iteration + 1).astype(jnp.float32),
         }
-        state = state.replace(params=params, opt_state=opt_state, iteration=state.iteration + 1)
+        state = state.replace(
+            params=end.networks.actor,
+            opt_state=end.opt_states.actor,
+            algorithm_state=Critic(end.networks.critic, end.opt_states.critic, end.target) if critic else (),
+            iteration=state.iteration + 1,
+        )
         return state, metrics
+
+    def _reference(self, fixed: Fixed) -> _Reference | None:
+        if not self.uses_reference:
+            return None
+        params = join(fixed.reference, fixed.params)
+        return _Reference(params, self.policy.prefix(params))
+
+    def _played(
+        self, state: TrainState, episodes: Episodes, fixed: Fixed, reference: _Reference | None, hp: HyperParameters
+    ) -> Played | None:
+        """What the networks make of all that was played; None where the algorithm does not ask."""
+        reads = self.algorithm.reads.play
+        if not reads:
+            return None
+        critic = state.algorithm_state
+        networks = _Networks(state.params, None if not critic else critic.params)
+        if critic and critic.target is not None:
+            networks = networks._replace(critic=critic.target)
+        shape = episodes.observation.shape[:3]
+        with_final, visit = episodes.with_final(self.policy.opening)
+        number = jnp.arange(visit.size).reshape(visit.shape)
+        every = jnp.arange(visit.shape[0])
+        rows, count = build_rows(with_final, every, visit, jnp.ones(visit.shape), number)
+        found = self._measure(reads, networks, fixed, reference, rows, count, hp)
+        in_place: dict[Statistic, Array] = {
+            name: jnp.zeros_like(x).at[rows.target].set(x).reshape(*shape, -1) for name, x in found.items()
+        }
+        return Played(in_place, self.policy.sampled_span[0])
+
+    def _with_chances(
+        self,
+        rows: Rows,
+        count: Int[Array, ""],
+        networks: _Networks,
+        fixed: Fixed,
+        reference: _Reference | None,
+        hp: HyperParameters,
+    ) -> Rows:
+        """Rows with chances that play did not record, as far as they are asked for."""
+        reads: set[Statistic] = {"log_prob"} if self.config.learn.old_logprobs == "recompute" else set()
+        if self.algorithm.reads.reference_log_prob:
+            reads.add("reference_log_prob")
+        if not reads:
+            return rows
+        found = self._measure(frozenset(reads), networks, fixed, reference, rows, count, hp)
+        found = {name: jnp.where(rows.sampled, x, 0.0) for name, x in found.items()}
+        if "log_prob" in found:
+            rows = rows._replace(old_log_prob=found["log_prob"], rollout_log_prob=rows.old_log_prob)
+        return rows._replace(reference_log_prob=found.get("reference_log_prob"))
 
     def _order(self, key: PRNGKeyArray, capacity: int, count: Int[Array, ""]) -> Int[Array, " capacity"]:
         """The order rows are visited in: as they stand, or shuffled where a pass has several optimiser steps."""
@@ -167,71 +281,136 @@ class TrainStep:
 
         return (last - first + size - 1) // size, at
 
-    def _log_prob(
-        self, params: Any, rows: Rows, count: Int[Array, ""], hp: HyperParameters
-    ) -> Float[Array, "rows limit"]:
-        """Log-probabilities under fixed parameters, without gradient, for the rows that are visited; 0 elsewhere."""
-        prefix = self.policy.prefix(params)
+    def _measure(
+        self,
+        reads: frozenset[Statistic],
+        networks: _Networks,
+        fixed: Fixed,
+        reference: _Reference | None,
+        rows: Rows,
+        count: Int[Array, ""],
+        hp: HyperParameters,
+    ) -> dict[Statistic, Float[Array, "rows limit"]]:
+        """Statistics of the rows that are visited, without gradient; 0 in the others."""
+        prefixes = self._prefixes(networks, fixed)
         parts, at = self._micro_batches(jnp.arange(rows.weight.shape[0]), 0, count)
 
-        def body(i: Array, found: Array) -> Array:
+        def body(i: Array, found: dict[Statistic, Array]) -> dict[Statistic, Array]:
             index, present = at(i)
             batch = rows.take(index, present)
-            log_prob = jnp.where(batch.sampled, self._statistics(params, prefix, batch, hp).log_prob, 0.0)
-            return found.at[jnp.where(present, index, found.shape[0])].set(log_prob, mode="drop")
+            some = self._statistics(reads, networks, prefixes, fixed, reference, batch, hp)
+            place = jnp.where(present, index, rows.weight.shape[0])
+            return {name: x.at[place].set(some[name], mode="drop") for name, x in found.items()}
 
-        return for_count(parts, body, jnp.zeros_like(rows.old_log_prob))
+        return for_count(parts, body, {name: jnp.zeros(rows.reply.shape) for name in sorted(reads)})
 
-    def _statistics(self, params: Any, prefix: Prefix, rows: Rows, hp: HyperParameters) -> Any:
-        return self.policy.token_statistics(
-            params, prefix, rows.observation, rows.observation_length, rows.reply, rows.reply_length, hp.temperature
+    def _prefixes(self, networks: _Networks, fixed: Fixed) -> _Networks:
+        """The shared prefix as each network reads it; None for a critic that reads none of its own."""
+
+        def of(trained: Any) -> Prefix:
+            return self.policy.prefix(join(trained, fixed.params))
+
+        copy = None if self.critic is None else self.critic.copy(networks.critic)
+        return _Networks(of(networks.actor), None if copy is None else of(copy))
+
+    def _statistics(
+        self,
+        reads: frozenset[Statistic],
+        networks: _Networks,
+        prefixes: _Networks,
+        fixed: Fixed,
+        reference: _Reference | None,
+        rows: Rows,
+        hp: HyperParameters,
+    ) -> dict[Statistic, Float[Array, "rows limit"]]:
+        """What is read about the tokens of rows; gradients flow into networks and prefixes."""
+
+        def scores(params: Any, prefix: Prefix) -> Scores:
+            return self.policy.scores(
+                params, prefix, rows.observation, rows.observation_length, rows.reply, rows.reply_length
+            )
+
+        params, critic = join(networks.actor, fixed.params), None
+        found: dict[Statistic, Array] = {}
+        start = scores(*reference) if reference is not None and self._reads_reference(reads) else None
+        if self.critic is not None and reads & _OF_CRITIC:
+            copy = self.critic.copy(networks.critic)
+            read = start if copy is None else scores(join(copy, fixed.params), prefixes.critic)
+            assert read is not None
+            if self.critic.output == "value":
+                found["value"] = self.policy.at_slots(self.critic.value(networks.critic, read))
+            else:
+                critic = self.critic.scores(networks.critic, read)
+        if "reference_log_prob" in reads:
+            assert start is not None
+            found["reference_log_prob"] = self.policy.statistics(params, start, rows.reply, hp.temperature).log_prob
+        if not reads - _WITHOUT_POLICY:
+            return found
+        statistics = self.policy.statistics(
+            params,
+            scores(params, prefixes.actor),
+            rows.reply,
+            hp.temperature,
+            reference=start if "kl" in reads or critic is not None else None,
+            critic=critic,
+            critic_is_relative=self.critic is not None and self.critic.is_relative,
+            unweighted=bool(reads & _UNWEIGHTED),
         )
+        return {**{name: x for name, x in statistics._asdict().items() if name in reads and x is not None}, **found}
+
+    def _reads_reference(self, reads: frozenset[Statistic]) -> bool:
+        """Whether the starting model has to be asked for these statistics."""
+        through_critic = self.critic is not None and self.critic.uses_reference and bool(reads & _OF_CRITIC)
+        return through_critic or bool(reads & {"kl", "reference_log_prob"})
 
     @jax.named_scope("gradient")
     def _gradient(
         self,
-        params: Any,
-        frozen: Any,
+        networks: _Networks,
+        fixed: Fixed,
+        reference: _Reference | None,
         rows: Rows,
         order: Int[Array, " capacity"],
         span: tuple[Array, Array],
-        reference_log_prob: Float[Array, "rows limit"] | None,
         denominator: Float[Array, ""],
         hp: HyperParameters,
-    ) -> tuple[Any, "_Report"]:
-        """Gradient of the loss over a span of rows with respect to `params`, a micro-batch at a time.
+    ) -> tuple[_Networks, "_Report"]:
+        """Gradient of each network's loss over a span of rows with respect to the network, a micro-batch at a time.
 
-        The shared prefix is computed once: the micro-batches' gradients with respect to its keys and values are
-        summed, and go through it once at the end.
+        No loss has a gradient in another's network, so the gradient of their sum is each one's own. The shared prefix
+        is computed once: the micro-batches' gradients with respect to its keys and values are summed, and go through it
+        once at the end.
         """
-        prefix, prefix_vjp = jax.vjp(lambda params: self.policy.prefix(join(params, frozen)), params)
+        prefixes, prefix_vjp = jax.vjp(lambda networks: self._prefixes(networks, fixed), networks)
+        reads = self.algorithm.reads.loss
 
-        def loss(params: Any, prefix: Prefix, batch: Rows, reference: Any) -> tuple[Array, _Report]:
-            statistics = self._statistics(join(params, frozen), prefix, batch, hp)
-            per_row = jax.vmap(self.algorithm.loss, in_axes=(0, 0, 0, 0, 0, 0, None))(
-                statistics, batch.sampled, batch.old_log_prob, batch.rollout_log_prob, reference, batch.target, hp
-            )
+        def loss(networks: _Networks, prefixes: _Networks, batch: Rows) -> tuple[Array, _Report]:
+            found = self._statistics(reads, networks, prefixes, fixed, reference, batch, hp)
+            statistics = TokenStatistics(**found)  # pyright: ignore[reportCallIssue]
+            record = RowRecord(batch.sampled, batch.old_log_prob, batch.rollout_log_prob, batch.reference_log_prob)
+            per_row = jax.vmap(self.algorithm.loss, in_axes=(0, 0, 0, None))(statistics, record, batch.target, hp)
             present = batch.weight > 0
-            total = jnp.sum(jnp.where(present, per_row.total * batch.weight, 0.0)) / denominator
-            return total, _Report(
-                loss=total,
+
+            def mean(x: Array) -> Float[Array, ""]:
+                return jnp.sum(jnp.where(present, x * batch.weight, 0.0)) / denominator
+
+            losses: dict[Network, Array] = {name: mean(total) for name, total in per_row.totals.items()}
+            return sum(losses.values(), jnp.float32(0)), _Report(
+                losses=losses,
                 tokens=jnp.sum(present[:, None] & batch.sampled, dtype=jnp.float32),
                 sums={k: jnp.sum(jnp.where(present, v, 0.0)) for k, v in per_row.sums.items()},
                 maxima={k: jnp.max(jnp.where(present, v, 0.0)) for k, v in per_row.maxima.items()},
+                distance=None if per_row.distance is None else mean(per_row.distance),
             )
 
         def micro_batch(i: Array) -> tuple[tuple[Any, Any], _Report]:
             index, present = at(i)
-            reference = None if reference_log_prob is None else reference_log_prob[index]
-            gradients, report = jax.grad(loss, argnums=(0, 1), has_aux=True)(
-                params, prefix, rows.take(index, present), reference
-            )
-            return gradients, report
+            return jax.grad(loss, argnums=(0, 1), has_aux=True)(networks, prefixes, rows.take(index, present))
 
         parts, at = self._micro_batches(order, *span)
         no_report = jax.eval_shape(lambda i: micro_batch(i)[1], jnp.int32(0))
         no_report = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), no_report)
-        nothing = jax.tree.map(jnp.zeros_like, (params, prefix)), no_report
+        nothing = jax.tree.map(jnp.zeros_like, (networks, prefixes)), no_report
 
         def accumulate(i: Array, so_far: Any) -> Any:
             (grads, report), (more, another) = so_far, micro_batch(i)
@@ -241,63 +420,100 @@ class TrainStep:
         through_prefix = prefix_vjp(prefix_grads)[0]
         return jax.tree.map(jnp.add, grads, through_prefix), report
 
-    def _optimizer(self, hp: HyperParameters, iteration: Int[Array, ""]) -> optax.GradientTransformation:
+    def _scheduled(self, hp: HyperParameters, iteration: Int[Array, ""]) -> Float[Array, ""]:
+        return scheduled(hp, iteration, self.config.optimizer.schedule)
+
+    def _optimizer(self, hp: HyperParameters, rate: Float[Array, ""]) -> optax.GradientTransformation:
         options = self.config.optimizer
-        return make_optimizer(hp, learning_rate(hp, iteration, options.schedule), clip=options.gradient_clip > 0)
+        return make_optimizer(hp, rate, clip=options.gradient_clip > 0, rule=options.update_rule)
 
     @jax.named_scope("optimiser")
     def _apply(
-        self, params: Any, opt_state: Any, grads: Any, report: "_Report", iteration: Array, hp: HyperParameters
-    ) -> tuple[tuple[Any, Any], "_Learned"]:
-        """An optimiser step, or none where the gradient is not finite."""
-        norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(norm) & jnp.isfinite(report.loss)
-        updates, new_opt_state = self._optimizer(hp, iteration).update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_opt_state
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (params, opt_state))
-        return kept, _Learned(report, norm, skipped=(~finite).astype(jnp.float32))
+        self, now: _Learning, grads: _Networks, report: "_Report", iteration: Int[Array, ""], hp: HyperParameters
+    ) -> tuple[_Learning, "_Learned"]:
+        """An optimiser step of each network; none if its gradient is not finite, or the policy has gone too far."""
+        going = now.going
+        if report.distance is not None:
+            going = ppo.within_target_kl(going, report.distance, jnp.float32(1), hp.target_kl)
+        share = self._scheduled(hp, iteration)
+
+        def step(name: Network, rate: Float[Array, ""], may: Bool[Array, ""]) -> tuple[Any, Any, _Step]:
+            old = params, opt_state = getattr(now.networks, name), getattr(now.opt_states, name)
+            gradient = getattr(grads, name)
+            norm = optax.tree.norm(gradient)
+            finite = jnp.isfinite(norm) & jnp.isfinite(report.losses[name])
+            updates, new_opt_state = self._optimizer(hp, rate * share).update(gradient, opt_state, params)
+            new = optax.apply_updates(params, updates), new_opt_state
+            kept = jax.tree.map(lambda new, old: jnp.where(finite & may, new, old), new, old)
+            return *kept, _Step(report.losses[name], norm, (~finite).astype(jnp.float32))
+
+        actor, actor_opt_state, actor_step = step("actor", hp.learning_rate, going)
+        steps: dict[Network, _Step] = {"actor": actor_step}
+        critic = critic_opt_state = target = None
+        if self.critic is not None:
+            critic, critic_opt_state, steps["critic"] = step("critic", hp.critic_learning_rate, jnp.bool_(True))
+            decay = self.algorithm.target_decay(hp)
+            target = None if decay is None else etpo.polyak(now.target, critic, decay)
+        after = _Learning(_Networks(actor, critic), _Networks(actor_opt_state, critic_opt_state), target, going)
+        return after, _Learned(report, steps, stopped=(~going).astype(jnp.float32))
+
+
+_OF_CRITIC: frozenset[Statistic] = frozenset({"q", "expected_q", "mean_q", "value"})
+_WITHOUT_POLICY: frozenset[Statistic] = frozenset({"value", "reference_log_prob"})
+_UNWEIGHTED: frozenset[Statistic] = frozenset({"mean_q", "mean_log_prob"})
 
 
 class _Report(NamedTuple):
     """Numbers about the tokens of some micro-batches."""
 
-    loss: Float[Array, "..."]
+    losses: Mapping[Network, Float[Array, "..."]]
     tokens: Float[Array, "..."]
     sums: Mapping[str, Float[Array, "..."]]
     maxima: Mapping[str, Float[Array, "..."]]
+    distance: Float[Array, "..."] | None
+    """Mean distance of the policy from the one that played, weighed as the loss is."""
 
     def merge(self, other: "_Report") -> "_Report":
-        return _Report(
-            loss=self.loss + other.loss,
-            tokens=self.tokens + other.tokens,
-            sums=jax.tree.map(jnp.add, self.sums, other.sums),
-            maxima=jax.tree.map(jnp.maximum, self.maxima, other.maxima),
-        )
+        summed = jax.tree.map(jnp.add, self, other)
+        return summed._replace(maxima=jax.tree.map(jnp.maximum, self.maxima, other.maxima))
+
+
+class _Step(NamedTuple):
+    """What the optimiser step of a network reports."""
+
+    loss: Float[Array, "..."]
+    grad_norm: Float[Array, "..."]
+    skipped: Float[Array, "..."]
 
 
 class _Learned(NamedTuple):
     """What one optimiser step reports."""
 
     report: _Report
-    grad_norm: Float[Array, "..."]
-    skipped: Float[Array, "..."]
+    steps: Mapping[Network, _Step]
+    stopped: Float[Array, "..."]
 
 
 def _learned_metrics(learned: _Learned) -> Metrics:
-    """Over the optimiser steps of an iteration: means over tokens, maxima, and the mean loss and gradient norm.
+    """Over the optimiser steps of an iteration: means over tokens, maxima, and each network's mean loss and norm.
 
     Where no token was trained there is no mean, and it is not a number.
     """
-    report = learned.report
+    report, actor, critic = learned.report, learned.steps["actor"], learned.steps.get("critic")
     tokens = report.tokens.sum()
-    return {
-        "loss": report.loss.mean(),
-        "grad_norm": learned.grad_norm.mean(),
-        "skipped_updates": learned.skipped.sum(),
+    metrics = {
+        "loss": actor.loss.mean(),
+        "grad_norm": actor.grad_norm.mean(),
+        "skipped_updates": sum(step.skipped.sum() for step in learned.steps.values()),
         "trained_tokens": tokens,
         **{name: value.sum() / tokens for name, value in report.sums.items()},
         **{name: value.max() for name, value in report.maxima.items()},
     }
+    if critic is not None:
+        metrics |= {"critic_loss": critic.loss.mean(), "critic_grad_norm": critic.grad_norm.mean()}
+    if report.distance is not None:
+        metrics |= {"policy_distance": report.distance.mean(), "stopped_updates": learned.stopped.sum()}
+    return metrics
 
 
 def _episode_metrics(episodes: Episodes) -> Metrics:

@@ -20,13 +20,20 @@ vocabulary (`TokenStatistics`), so a token that was not drawn is taught as well.
 a master copy, so that steps below their resolution are lost.
 """
 
+import dataclasses
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, PyTree, Real
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree, Real
 
+from jaxgrpo.algorithms.algorithm import Played, Reads, RowLoss, RowRecord, Statistic, Targets, of_all_episodes
 from jaxgrpo.algorithms.backups import backup
+from jaxgrpo.config import HyperParameters, TrainConfig
+from jaxgrpo.episodes import Episodes
+from jaxgrpo.token_statistics import TokenStatistics
 
 HUBER_DELTA = 10.0
 
@@ -220,3 +227,95 @@ def released_policy_loss(
       [-1.5]
     """
     return jnp.asarray(beta) * mean_log_prob - jax.lax.stop_gradient(mean_q)
+
+
+@dataclasses.dataclass(frozen=True)
+class ETPO:
+    """ETPO as an algorithm of the train step.
+
+    Attributes:
+        reference_in_policy: whether the policy's loss knows the reference; without, it is beta times minus the entropy.
+        as_released: losses and targets of the published code, see the module's head.
+        reply_limit: most tokens in a reply.
+    """
+
+    reference_in_policy: bool
+    as_released: bool
+    reply_limit: int
+
+    @classmethod
+    def from_config(cls, config: TrainConfig) -> "ETPO":
+        """The algorithm a configuration asks for."""
+        learn = config.learn
+        return cls(learn.reference_in_policy, learn.etpo_as_released, config.play.reply_limit)
+
+    @property
+    def reads(self) -> Reads:
+        """Expectations over the vocabulary, before learning for the targets and then for the losses."""
+        loss: set[Statistic] = {"log_prob", "entropy", "kl", "q"}
+        loss |= {"mean_q", "mean_log_prob"} if self.as_released else {"expected_q"}
+        return Reads(loss=frozenset(loss), play=frozenset({"expected_q", "kl", "q"}))
+
+    @property
+    def uses_anchor(self) -> bool:
+        """States are not compared."""
+        return False
+
+    @property
+    def critic(self) -> Literal["q"]:
+        """Q of every token."""
+        return "q"
+
+    def target_decay(self, hp: HyperParameters) -> Float[Array, ""]:
+        """Of the target critic's average."""
+        return hp.polyak
+
+    def targets(
+        self, key: PRNGKeyArray, episodes: Episodes, hp: HyperParameters, played: Played | None = None
+    ) -> Targets:
+        """Soft Bellman targets of all tokens that were sampled, in all episodes."""
+        del key
+        assert played is not None
+        expected_q, kl, q = (played.statistics[name] for name in ("expected_q", "kl", "q"))
+        soft = soft_value(expected_q, kl, hp.beta)
+        sampled = episodes.sampled
+        ends = sampled, episodes.reward, episodes.terminated, episodes.truncated, played.final(soft, episodes)
+        if self.as_released:
+            found = released_targets(expected_q[..., :-1, :], kl[..., :-1, :], *ends, hp.discount, hp.beta)
+        else:
+            found = targets(soft[..., :-1, :], *ends, hp.discount)
+        q = q[..., :-1, :]
+        metrics = {
+            "target_mean": jnp.mean(found, where=sampled),
+            "q_mean": jnp.mean(q, where=sampled),
+            "q_std": jnp.std(q, where=sampled),
+        }
+        return of_all_episodes(episodes, found, metrics, aggregate="token", reply_limit=self.reply_limit)
+
+    def loss(
+        self, statistics: TokenStatistics, record: RowRecord, target: Float[Array, " limit"], hp: HyperParameters
+    ) -> RowLoss:
+        """Losses of policy and critic, each summed over the sampled tokens of one row."""
+
+        def over_tokens(x: Array) -> Float[Array, ""]:
+            return jnp.sum(jnp.where(record.sampled, x, 0.0))
+
+        q, kl = statistics.q, statistics.kl
+        assert q is not None and kl is not None
+        if self.as_released:
+            assert statistics.mean_q is not None and statistics.mean_log_prob is not None
+            of_policy = released_policy_loss(statistics.mean_q, statistics.mean_log_prob, hp.beta)
+            of_critic = released_critic_loss(q, target)
+        else:
+            assert statistics.expected_q is not None
+            divergence = kl if self.reference_in_policy else -statistics.entropy
+            of_policy = policy_loss(statistics.expected_q, divergence, hp.beta)
+            of_critic = critic_loss(q, target)
+        error, gap = jax.lax.stop_gradient((target - q, statistics.log_prob - record.old_log_prob))
+        sums = {
+            "kl": over_tokens(jax.lax.stop_gradient(kl)),
+            "entropy": over_tokens(jax.lax.stop_gradient(statistics.entropy)),
+            "bellman_error": over_tokens(jnp.abs(error)),
+            "logprob_gap": over_tokens(jnp.abs(gap)),
+        }
+        return RowLoss({"actor": over_tokens(of_policy), "critic": over_tokens(of_critic)}, sums, {})

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxgrpo.algorithms.advantages import group_advantages
-from jaxgrpo.algorithms.algorithm import RowLoss, Targets
+from jaxgrpo.algorithms.algorithm import Played, Reads, RowLoss, RowRecord, Targets
 from jaxgrpo.algorithms.episode_sampling import sample_episodes
 from jaxgrpo.algorithms.group_filter import groups_to_keep
 from jaxgrpo.algorithms.objectives import clipped_surrogate, kl_k3, row_weights, truncated_weight
@@ -71,9 +71,17 @@ class MSGRPO:
         )
 
     @property
-    def uses_reference(self) -> bool:
-        """Whether there is a KL term."""
-        return self.switches.kl
+    def reads(self) -> Reads:
+        """Chances and entropy of the tokens, and the reference's chances where there is a KL term."""
+        return Reads(loss=frozenset({"log_prob", "entropy"}), reference_log_prob=self.switches.kl)
+
+    @property
+    def critic(self) -> Literal["none"]:
+        """There is none: episodes are compared with each other."""
+        return "none"
+
+    def target_decay(self, hp: HyperParameters) -> None:
+        """There is no target critic either."""
 
     @property
     def uses_anchor(self) -> bool:
@@ -89,8 +97,11 @@ class MSGRPO:
         returns = episodes.returns
         return group_advantages(returns, jnp.ones(returns.shape, bool), normalise=self.normalise)
 
-    def targets(self, key: PRNGKeyArray, episodes: Episodes, hp: HyperParameters) -> Targets:
+    def targets(
+        self, key: PRNGKeyArray, episodes: Episodes, hp: HyperParameters, played: Played | None = None
+    ) -> Targets:
         """Advantages of all steps, the groups that count, then the draw of the episodes to train on."""
+        del played
         advantage = self.advantages(episodes, hp)
         magnitude = _mean_magnitude(advantage, episodes.alive).reshape(-1)
         kept = groups_to_keep(episodes.returns, self.kept_groups, drop_equal=self.drop_equal_groups)
@@ -125,16 +136,10 @@ class MSGRPO:
         )
 
     def loss(
-        self,
-        statistics: TokenStatistics,
-        sampled: Bool[Array, " limit"],
-        old_log_prob: Float[Array, " limit"],
-        rollout_log_prob: Float[Array, " limit"] | None,
-        reference_log_prob: Float[Array, " limit"] | None,
-        target: Float[Array, ""],
-        hp: HyperParameters,
+        self, statistics: TokenStatistics, record: RowRecord, target: Float[Array, ""], hp: HyperParameters
     ) -> RowLoss:
         """Minus the objective above, summed over the sampled tokens of one row of advantage `target`."""
+        sampled, old_log_prob, rollout_log_prob, reference_log_prob = record
 
         def over_tokens(x: Array) -> Float[Array, ""]:
             return jnp.sum(jnp.where(sampled, x, 0.0))
@@ -166,7 +171,7 @@ class MSGRPO:
             total = total + hp.kl_beta * kl
             sums["kl"] = jax.lax.stop_gradient(kl)
         ratio_max = jnp.max(jnp.where(sampled, jnp.exp(jnp.minimum(log_ratio, 80.0)), 0.0))
-        return RowLoss(total, sums, {"ratio_max": ratio_max})
+        return RowLoss({"actor": total}, sums, {"ratio_max": ratio_max})
 
 
 def _mean_magnitude(

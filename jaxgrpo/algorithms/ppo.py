@@ -14,14 +14,20 @@ makes a reward worth less for the length of the replies before it.
 The policy's objective is `objectives.clipped_surrogate`, of tokens, or of whole replies through `reply_log_prob`.
 """
 
-from typing import NamedTuple
+import dataclasses
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Real
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, Real
 
+from jaxgrpo.algorithms.algorithm import Played, Reads, RowLoss, RowRecord, Statistic, Targets, of_all_episodes
 from jaxgrpo.algorithms.backups import backup
+from jaxgrpo.algorithms.objectives import clipped_surrogate, kl_k3
+from jaxgrpo.config import HyperParameters, Switches, TrainConfig
+from jaxgrpo.episodes import Episodes
+from jaxgrpo.token_statistics import TokenStatistics
 
 
 class Estimates(NamedTuple):
@@ -253,3 +259,131 @@ def within_target_kl(
       True False
     """
     return jnp.asarray(allowed) & (distance <= jnp.asarray(target_kl) * decisions)
+
+
+@dataclasses.dataclass(frozen=True)
+class PPO:
+    """PPO-KL, POAD or NTPO as an algorithm of the train step, see the module's head.
+
+    Attributes:
+        level: what a decision is, a whole reply or a token.
+        discounts_tokens: whether the discount is that of a token.
+        normalise: whether advantages are normalised over the iteration.
+        reply_limit: most tokens in a reply.
+        switches: which terms the loss has.
+    """
+
+    level: Literal["reply", "token"]
+    discounts_tokens: bool
+    normalise: bool
+    reply_limit: int
+    switches: Switches
+
+    @classmethod
+    def from_config(cls, config: TrainConfig) -> "PPO":
+        """The algorithm a configuration asks for: ppo-kl, poad or ntpo."""
+        return cls(
+            level="reply" if config.algorithm == "ppo-kl" else "token",
+            discounts_tokens=config.algorithm == "ntpo",
+            normalise=config.learn.normalise_advantages,
+            reply_limit=config.play.reply_limit,
+            switches=Switches.from_config(config),
+        )
+
+    @property
+    def reads(self) -> Reads:
+        """Values of all that was played, and the reference's chances where differing from it has a price."""
+        play: set[Statistic] = {"value", "reference_log_prob"} if self.switches.kl else {"value"}
+        return Reads(loss=frozenset({"log_prob", "entropy", "value"}), play=frozenset(play))
+
+    @property
+    def uses_anchor(self) -> bool:
+        """States are not compared."""
+        return False
+
+    @property
+    def critic(self) -> Literal["value"]:
+        """The value before a token is drawn."""
+        return "value"
+
+    def target_decay(self, hp: HyperParameters) -> None:
+        """There is no target critic: values are those of the network that is trained, from before it is."""
+
+    def targets(
+        self, key: PRNGKeyArray, episodes: Episodes, hp: HyperParameters, played: Played | None = None
+    ) -> Targets:
+        """Advantages and value targets of all decisions, in all episodes."""
+        del key
+        assert played is not None
+        values, sampled = played.statistics["value"], episodes.sampled
+        reward, metrics = episodes.reward, {}
+        if self.switches.kl:
+            reference = played.statistics["reference_log_prob"][..., :-1, :]
+            price = kl_penalty(episodes.reply.log_prob, reference, sampled, hp.kl_beta)
+            reward, metrics = reward - price, {"kl_price": jnp.mean(price, where=episodes.alive)}
+        ends = reward, episodes.terminated, episodes.truncated, played.final(values, episodes), hp.discount
+        values = values[..., :-1, :]
+        if self.level == "token":
+            decides = sampled
+            token_discount = hp.discount if self.discounts_tokens else 1.0
+            found = token_advantages(values, sampled, *ends, hp.trace_decay, token_discount=token_discount)
+        else:
+            decides = episodes.alive[..., None] & (jnp.arange(self.reply_limit) == played.first_slot)
+            found = reply_advantages(values[..., played.first_slot], episodes.alive, *ends, hp.trace_decay)
+            found = jax.tree.map(lambda x: jnp.where(decides, x[..., None], 0.0), found)
+        advantage = normalised(found.advantage, decides, epsilon=1e-6) if self.normalise else found.advantage
+        target = _Target(decides, advantage, values, found.value_target)
+        spread = jnp.var(found.value_target, where=decides)
+        metrics |= {
+            "advantage_abs_mean": jnp.mean(jnp.abs(found.advantage), where=decides),
+            "value_mean": jnp.mean(values, where=decides),
+            "target_mean": jnp.mean(found.value_target, where=decides),
+            "explained_variance": 1 - jnp.var(found.advantage, where=decides) / spread,
+        }
+        # With replies as decisions every reply weighs the same: 1, over their number.
+        aggregate, limit = ("token", self.reply_limit) if self.level == "token" else ("constant", 1)
+        return of_all_episodes(episodes, target, metrics, aggregate=aggregate, reply_limit=limit)
+
+    def loss(self, statistics: TokenStatistics, record: RowRecord, target: "_Target", hp: HyperParameters) -> RowLoss:
+        """Losses of policy and critic, each summed over the decisions of one row."""
+        sampled = record.sampled
+
+        def over_tokens(x: Array) -> Float[Array, ""]:
+            return jnp.sum(jnp.where(sampled, x, 0.0))
+
+        assert statistics.value is not None
+        log_prob, old = (jnp.where(sampled, x, 0.0) for x in (statistics.log_prob, record.old_log_prob))
+        advantage = target.advantage
+        log_ratio = jax.lax.stop_gradient(log_prob - old)
+        if self.level == "reply":
+            log_prob, old = (reply_log_prob(x, sampled) for x in (log_prob, old))
+            advantage = jnp.sum(advantage, keepdims=True)
+        dual_clip = hp.dual_clip if self.switches.dual_clip else None
+        objective, clipped = clipped_surrogate(log_prob, old, advantage, hp.clip_low, hp.clip_high, dual_clip)
+        value_loss = clipped_value_loss(statistics.value, target.old_value, target.value_target, hp.value_clip)
+        total = -jnp.sum(objective)
+        if self.switches.entropy:
+            total = total - hp.entropy_bonus * over_tokens(statistics.entropy)
+        gap = log_ratio if record.rollout_log_prob is None else record.old_log_prob - record.rollout_log_prob
+        sums = {
+            "clip_fraction": over_tokens(clipped.astype(jnp.float32)),
+            "entropy": over_tokens(jax.lax.stop_gradient(statistics.entropy)),
+            "logprob_gap": over_tokens(jnp.abs(gap)),
+        }
+        ratio = jnp.exp(jnp.minimum(jax.lax.stop_gradient(log_prob - old), 80.0))
+        distance = jnp.sum(kl_k3(old, jax.lax.stop_gradient(log_prob))) if self.switches.target_kl else None
+        return RowLoss(
+            {"actor": total, "critic": jnp.sum(jnp.where(target.decides, value_loss, 0.0))},
+            sums,
+            {"ratio_max": jnp.where(jnp.any(sampled), jnp.max(ratio), 0.0)},
+            distance,
+        )
+
+
+class _Target(NamedTuple):
+    """What decisions are trained on; at the slots of tokens, or for whole replies at the first that can be sampled."""
+
+    decides: Bool[Array, "*rows limit"]
+    advantage: Float[Array, "*rows limit"]
+    old_value: Float[Array, "*rows limit"]
+    value_target: Float[Array, "*rows limit"]

@@ -110,11 +110,14 @@ def test_a_resumed_run_keeps_its_options():
         ({"step_discount": 1.5}, r"--step-discount 1\.5: must be at most 1 \(1 is no discount\)\."),
         ({"step_weight": -1}, r"--step-weight -1\.0: must be 0 or more\."),
         ({"tis_cap": 2}, r"--tis-cap 2\.0: .*; give --old-logprobs recompute as well, or --tis-cap 0\."),
-        ({"algorithm": "gipo"}, r"--algorithm gipo: allowed are ms-grpo, gigpo, step-grpo\. Did you mean 'gigpo'\?"),
         ({"lora.rank": -1}, r"--lora\.rank -1: must be 0 or more\."),
         ({"lora.alpha": 0}, r"--lora\.alpha 0\.0: must be above 0\."),
         ({"lora_rank": 3}, r"unknown option 'lora-rank'\. Did you mean '?--lora\.rank'?\?"),
         ({"base_dtype": "float16"}, r"--base-dtype float16: allowed are auto, float32, bfloat16\. Did you mean"),
+        (
+            {"algorithm": "gipo"},
+            r"--algorithm gipo: allowed are ms-grpo, .*, etpo, ppo-kl, poad, ntpo\. Did you mean 'gigpo'\?",
+        ),
         ({"minibatches": 999}, r"--minibatches 999: more than the 128 episodes trained on"),
     ],
 )

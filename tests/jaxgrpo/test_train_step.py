@@ -8,42 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgrpo.build import Experiment
 from jaxgrpo.config import HyperParameters
-from jaxgrpo.episodes import Episodes
 from jaxgrpo.train_step import Fixed
-from tests.jaxgrpo.experiments import compiled, small
+from tests.jaxgrpo.experiments import compiled, replayed, small, updated
 from tests.jaxgrpo.jaxprs import array_shapes, selected_shapes
 
 FREE = {"constrain": False, "reply_limit": 6, "groups": 3, "group_size": 4}
-
-
-def replayed(experiment: Experiment, seed: int = 0, ragged: bool = False) -> tuple[Any, Episodes]:
-    """A state and episodes played from it, with returns that differ within every group."""
-    state = experiment.init()
-    episodes = compiled(experiment, "rollout")(state, experiment.fixed, experiment.hyperparameters)
-    noise = jax.random.normal(jax.random.key(seed), episodes.reward.shape)
-    episodes = episodes._replace(reward=jnp.where(episodes.alive, noise, 0.0))
-    if ragged:
-        # Replies of unequal length: cut some, as the end of a turn would have.
-        length = jax.random.randint(
-            jax.random.key(1), episodes.reply.length.shape, 1, 1 + experiment.policy.reply_limit
-        )
-        inside = jnp.arange(experiment.policy.reply_limit) < length[..., None]
-        reply = episodes.reply._replace(
-            length=jnp.where(episodes.alive, length, 0),
-            ids=jnp.where(inside, episodes.reply.ids, 0),
-            sampled=episodes.reply.sampled & inside,
-            log_prob=jnp.where(inside, episodes.reply.log_prob, 0.0),
-        )
-        episodes = episodes._replace(reply=reply)
-    return state, episodes
-
-
-def updated(experiment: Experiment, state: Any, episodes: Episodes, **changes: Any) -> tuple[Any, dict[str, float]]:
-    hp = dataclasses.replace(experiment.hyperparameters, **{k: jnp.float32(v) for k, v in changes.items()})
-    state, metrics = compiled(experiment, "update")(state, episodes, experiment.fixed, hp)
-    return state, {name: float(value) for name, value in metrics.items()}
 
 
 def first_moment(state: Any) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxgrpo.algorithms.advantages import state_advantages
-from jaxgrpo.algorithms.algorithm import Targets
+from jaxgrpo.algorithms.algorithm import RowRecord, Targets
 from jaxgrpo.algorithms.gigpo import GiGPO
 from jaxgrpo.algorithms.group_filter import groups_to_keep
 from jaxgrpo.algorithms.ms_grpo import MSGRPO
@@ -307,8 +307,9 @@ def test_truncated_weights_multiply_the_policy_term_and_carry_no_gradient():
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
     def loss(now: Any, old: Any, rollout: Any) -> Any:
-        found = algorithm.loss(TokenStatistics(now, entropy), sampled, old, rollout, None, jnp.float32(1.0), hp)
-        return found.total, found.sums
+        record = RowRecord(sampled, old, rollout)
+        found = algorithm.loss(TokenStatistics(now, entropy), record, jnp.float32(1.0), hp)
+        return found.totals["actor"], found.sums
 
     (total, sums), gradients = loss(now, old, rollout)
     assert total == pytest.approx(-(0.5 * 1.1 + 2.0 * 1.0) - 0.5 * 0.6)

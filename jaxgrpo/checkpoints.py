@@ -1,6 +1,7 @@
 """Checkpoints of a train state: asynchronous, atomic, the newest few kept."""
 
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -15,6 +16,17 @@ from jaxgrpo.config import ConfigError
 from jaxgrpo.storage import AnyPath, is_stored, reason_of
 
 State = TypeVar("State")
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(max(before, logging.ERROR))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 class Checkpoints:
@@ -37,7 +49,8 @@ class Checkpoints:
         else:
             options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         place = folder if is_stored(folder) else folder.absolute()
-        self._manager = ocp.CheckpointManager(place, options=options, item_handlers=ocp.PyTreeCheckpointHandler())
+        with _without_warnings():  # that a folder opened for reading is only read
+            self._manager = ocp.CheckpointManager(place, options=options, item_handlers=ocp.PyTreeCheckpointHandler())
         self._folder = folder
 
     @property

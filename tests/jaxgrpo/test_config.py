@@ -165,5 +165,5 @@ def test_numbers_and_switches():
     assert (hp.learning_rate, hp.kl_beta, hp.iterations) == (0.25, jnp.float32(0.1), 150)
     assert {leaf.dtype for leaf in vars(hp).values()} == {jnp.dtype("float32")}
     assert Switches.from_config(config) == Switches(
-        kl=True, entropy=False, dual_clip=False, tis=False, gradient_clip=False, top_p=True
+        kl=True, entropy=False, dual_clip=False, tis=False, gradient_clip=False, top_p=True, target_kl=True
     )

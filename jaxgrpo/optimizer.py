@@ -1,11 +1,12 @@
-"""AdamW, Lion and learning-rate schedules whose numbers are traced, so that a sweep over them is one compilation."""
+"""Optimiser steps, and what decides on them and follows them, whose numbers are traced: a sweep is one compilation."""
 
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, PyTree, Real
 
 from jaxgrpo.config import HyperParameters
 
@@ -61,3 +62,44 @@ def decays(params: PyTree[Array]) -> PyTree[bool]:
         return not ("norm" in name or "bias" in name)
 
     return jax.tree_util.tree_map_with_path(one, params)
+
+
+def within_target_kl(
+    allowed: Bool[ArrayLike, ""], distance: Float[Array, ""], target_kl: Real[ArrayLike, ""]
+) -> Bool[Array, ""]:
+    r"""Whether the policy may take a step: not once it is further than `target_kl` from the one that played.
+
+    The distance of a decision is $\rho - 1 - \log \rho$ with $\rho = \pi / \pi_{old}$, which is
+    `objectives.kl_k3(old_log_prob, log_prob)`; summed over micro-batches, it is known when the gradient is. The
+    predicate is traced: a step that is refused has been computed, and is not taken.
+
+    Args:
+      allowed: whether the earlier steps of the iteration were: once one is refused, the rest are.
+      distance: mean of the decisions' distances, under the policy before the step.
+      target_kl: largest mean distance in nats, above 0.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> distance = jnp.array(0.05)
+      >>> print(within_target_kl(True, distance, 0.06), within_target_kl(True, distance, 0.04))
+      True False
+    """
+    return jnp.asarray(allowed) & (distance <= jnp.asarray(target_kl))
+
+
+def polyak(target: PyTree[Array], online: PyTree[Array], decay: Real[ArrayLike, ""]) -> PyTree[Array]:
+    """The target critic after an update, `decay * target + (1 - decay) * online`, leaf by leaf.
+
+    Leaves should be fp32: in bf16 a step of 1 - 0.995 is mostly lost to rounding.
+
+    Args:
+      target: parameters of the target critic.
+      online: those of the critic.
+      decay: 0.995 in the source; 0 copies the critic.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(polyak({"w": jnp.array([1.0])}, {"w": jnp.array([3.0])}, 0.75))
+      {'w': Array([1.5], dtype=float32)}
+    """
+    return optax.incremental_update(online, target, 1 - jnp.asarray(decay))

@@ -12,7 +12,6 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from envs_jax.games import TokenizedGame
-from jaxgrpo.algorithms import etpo, ppo
 from jaxgrpo.algorithms.algorithm import Algorithm, Network, Played, RowRecord, Statistic
 from jaxgrpo.config import HyperParameters, TrainConfig
 from jaxgrpo.critic import CriticNetwork
@@ -20,7 +19,7 @@ from jaxgrpo.episodes import CLOSED, CUT, ENDED, Episodes, Rows, build_rows
 from jaxgrpo.loops import for_count
 from jaxgrpo.model.cache import Prefix
 from jaxgrpo.model.trained import join
-from jaxgrpo.optimizer import make_optimizer, scheduled
+from jaxgrpo.optimizer import make_optimizer, polyak, scheduled, within_target_kl
 from jaxgrpo.policy import LanguageAgentPolicy, Sampling
 from jaxgrpo.rollout import play
 from jaxgrpo.token_statistics import Scores, TokenStatistics
@@ -434,7 +433,7 @@ class TrainStep:
         """An optimiser step of each network; none if its gradient is not finite, or the policy has gone too far."""
         going = now.going
         if report.distance is not None:
-            going = ppo.within_target_kl(going, report.distance, jnp.float32(1), hp.target_kl)
+            going = within_target_kl(going, report.distance, hp.target_kl)
         share = self._scheduled(hp, iteration)
 
         def step(name: Network, rate: Float[Array, ""], may: Bool[Array, ""]) -> tuple[Any, Any, _Step]:
@@ -453,7 +452,7 @@ class TrainStep:
         if self.critic is not None:
             critic, critic_opt_state, steps["critic"] = step("critic", hp.critic_learning_rate, jnp.bool_(True))
             decay = self.algorithm.target_decay(hp)
-            target = None if decay is None else etpo.polyak(now.target, critic, decay)
+            target = None if decay is None else polyak(now.target, critic, decay)
         after = _Learning(_Networks(actor, critic), _Networks(actor_opt_state, critic_opt_state), target, going)
         return after, _Learned(report, steps, stopped=(~going).astype(jnp.float32))
 

@@ -13,6 +13,20 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Real
 
 
+class Steps(NamedTuple):
+    """What the steps of episodes led to."""
+
+    reward: Float[Array, "*episodes steps"]
+    """Of each step; 0 after the end."""
+    terminated: Bool[Array, "*episodes steps"]
+    """The step ended the game by its rules."""
+    truncated: Bool[Array, "*episodes steps"]
+    """The step ended it by the time limit."""
+    final_value: Float[Array, "*episodes"]
+    """Value of the observation after the last step; read where the episode was truncated, or where its last step ends
+    neither way."""
+
+
 class Backup(NamedTuple):
     """What lies behind each decision; 0 where there is none."""
 
@@ -25,10 +39,7 @@ class Backup(NamedTuple):
 def backup(
     values: Float[Array, "*episodes steps tokens"],
     sampled: Bool[Array, "*episodes steps tokens"],
-    reward: Float[Array, "*episodes steps"],
-    terminated: Bool[Array, "*episodes steps"],
-    truncated: Bool[Array, "*episodes steps"],
-    final_value: Float[Array, "*episodes"],
+    steps: Steps,
     discount: Real[ArrayLike, ""],
     *,
     trace_decay: Real[ArrayLike, ""] = 0.0,
@@ -51,11 +62,7 @@ def backup(
     Args:
       values: value before each token, of anything where not `sampled`, not a number included.
       sampled: tokens that are decisions.
-      reward: of each step; 0 after the end.
-      terminated: the step ended the game by its rules.
-      truncated: the step ended it by the time limit.
-      final_value: value of the observation after the last step; read where the episode was truncated, or where its
-        last step ends neither way.
+      steps: what the steps led to; `final_value` is $V'$ behind the last.
       discount: $\gamma$ of a step, in [0, 1].
       trace_decay: $\lambda$ of a decision, in [0, 1]; at 0 there are no traces.
       token_discount: $\gamma_w$ of a token inside a step, in [0, 1].
@@ -65,14 +72,15 @@ def backup(
       >>> values, no = jnp.array([[1.0, 2.0], [3.0, 9.0]]), jnp.array([False, False])
       >>> sampled = jnp.array([[True, True], [True, False]])
       >>> reward, end = jnp.array([0.5, 4.0]), jnp.array([False, True])
-      >>> print(backup(values, sampled, reward, end, no, jnp.array(8.0), 0.5).target)
+      >>> print(backup(values, sampled, Steps(reward, end, no, jnp.array(8.0)), 0.5).target)
       [[2. 2.]
        [4. 0.]]
-      >>> print(backup(values, sampled, reward, no, end, jnp.array(8.0), 0.5).target)
+      >>> print(backup(values, sampled, Steps(reward, no, end, jnp.array(8.0)), 0.5).target)
       [[2. 2.]
        [8. 0.]]
     """
     values = jnp.where(sampled, values.astype(jnp.promote_types(values.dtype, jnp.float32)), 0.0)
+    step_axis, final_value = steps.reward.ndim - 1, steps.final_value.astype(values.dtype)
 
     def step(after: tuple[Array, Array], xs: tuple[Array, ...]) -> tuple[tuple[Array, Array], Backup]:
         # Value of what comes next, and lambda times the advantage of it (of the first decision there).
@@ -96,12 +104,12 @@ def backup(
         return (value, carried), found
 
     def steps_first(x: Array) -> Array:
-        return jnp.moveaxis(x, reward.ndim - 1, 0)
+        return jnp.moveaxis(x, step_axis, 0)
 
     def tokens_second(x: Array) -> Array:
         return jnp.moveaxis(steps_first(x), -1, 1)
 
-    xs = *map(tokens_second, (values, sampled)), *map(steps_first, (reward, terminated, truncated))
-    final_value = final_value.astype(values.dtype)
+    by_step = steps.reward, steps.terminated, steps.truncated
+    xs = *map(tokens_second, (values, sampled)), *map(steps_first, by_step)
     _, found = jax.lax.scan(step, (final_value, jnp.zeros_like(final_value)), xs, reverse=True)
-    return jax.tree.map(lambda x: jnp.moveaxis(jnp.moveaxis(x, 1, -1), 0, reward.ndim - 1), found)
+    return jax.tree.map(lambda x: jnp.moveaxis(jnp.moveaxis(x, 1, -1), 0, step_axis), found)

@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree, Real
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, Real
 
 from jaxgrpo.algorithms.algorithm import Played, Reads, RowLoss, RowRecord, Statistic, Targets, of_all_episodes
-from jaxgrpo.algorithms.backups import backup
+from jaxgrpo.algorithms.backups import Steps, backup
 from jaxgrpo.config import HyperParameters, TrainConfig
 from jaxgrpo.episodes import Episodes
 from jaxgrpo.token_statistics import TokenStatistics
@@ -59,10 +59,7 @@ def soft_value(
 def targets(
     soft_values: Float[Array, "*episodes steps tokens"],
     sampled: Bool[Array, "*episodes steps tokens"],
-    reward: Float[Array, "*episodes steps"],
-    terminated: Bool[Array, "*episodes steps"],
-    truncated: Bool[Array, "*episodes steps"],
-    final_value: Float[Array, "*episodes"],
+    steps: Steps,
     discount: Real[ArrayLike, ""],
 ) -> Float[Array, "*episodes steps tokens"]:
     """Soft Bellman target of each sampled token's Q: y_j of the module's head; 0 elsewhere.
@@ -70,20 +67,20 @@ def targets(
     Args:
       soft_values: `soft_value` before each token, with the target critic's Q.
       sampled: tokens that the policy chose. The first token of the next step is the first that it chose there.
-      reward: of each step; 0 after the end.
-      terminated: the step ended the game by its rules.
-      truncated: the step ended it by the time limit.
-      final_value: soft value before the first token in reply to the observation after the last step.
+      steps: what the steps led to; `final_value` is the soft value before the first token in reply to the observation
+        after the last one.
       discount: gamma of a step, in [0, 1].
 
     Example:
       >>> import jax.numpy as jnp
       >>> values, yes, no = jnp.array([[5.0, 2.0]]), jnp.array([True]), jnp.array([False])
-      >>> options = values, jnp.ones_like(values, bool), jnp.array([1.0])
-      >>> print(targets(*options, yes, no, jnp.array(4.0), 0.5), targets(*options, no, yes, jnp.array(4.0), 0.5))
-      [[2. 1.]] [[2. 3.]]
+      >>> given, reward = (values, jnp.ones_like(values, bool)), jnp.array([1.0])
+      >>> print(targets(*given, Steps(reward, yes, no, jnp.array(4.0)), 0.5))
+      [[2. 1.]]
+      >>> print(targets(*given, Steps(reward, no, yes, jnp.array(4.0)), 0.5))
+      [[2. 3.]]
     """
-    return backup(soft_values, sampled, reward, terminated, truncated, final_value, discount).target
+    return backup(soft_values, sampled, steps, discount).target
 
 
 def critic_loss(
@@ -128,32 +125,11 @@ def policy_loss(
     return jnp.asarray(beta) * divergence - expected_q
 
 
-def polyak(target: PyTree[Array], online: PyTree[Array], decay: Real[ArrayLike, ""]) -> PyTree[Array]:
-    """The target critic after an update, `decay * target + (1 - decay) * online`, leaf by leaf.
-
-    Leaves should be fp32: in bf16 a step of 1 - 0.995 is mostly lost to rounding.
-
-    Args:
-      target: parameters of the target critic.
-      online: those of the critic.
-      decay: 0.995 in the source; 0 copies the critic.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> print(polyak({"w": jnp.array([1.0])}, {"w": jnp.array([3.0])}, 0.75))
-      {'w': Array([1.5], dtype=float32)}
-    """
-    return optax.incremental_update(online, target, 1 - jnp.asarray(decay))
-
-
 def released_targets(
     expected_q: Float[Array, "*episodes steps tokens"],
     kl: Float[Array, "*episodes steps tokens"],
     sampled: Bool[Array, "*episodes steps tokens"],
-    reward: Float[Array, "*episodes steps"],
-    terminated: Bool[Array, "*episodes steps"],
-    truncated: Bool[Array, "*episodes steps"],
-    final_value: Float[Array, "*episodes"],
+    steps: Steps,
     discount: Real[ArrayLike, ""],
     beta: Real[ArrayLike, ""],
 ) -> Float[Array, "*episodes steps tokens"]:
@@ -166,29 +142,25 @@ def released_targets(
       expected_q: the target critic's values averaged under the policy.
       kl: divergence from the reference before each token.
       sampled: see `targets`, as the others.
-      reward: of each step.
-      terminated: the step ended the game by its rules.
-      truncated: the step ended it by the time limit.
-      final_value: soft value of the observation after the last step, with its own KL.
+      steps: what the steps led to; the KL in `final_value` is its own.
       discount: gamma of a step.
       beta: price of a nat.
 
     Example:
       >>> import jax.numpy as jnp
       >>> q, kl, flags = jnp.zeros((2, 2)), jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.zeros(2, bool)
-      >>> options = jnp.ones((2, 2), bool), jnp.zeros(2), flags.at[1].set(True), flags, jnp.array(0.0)
-      >>> print(released_targets(q, kl, *options, 0.5, 1.0))
+      >>> steps = Steps(jnp.zeros(2), flags.at[1].set(True), flags, jnp.array(0.0))
+      >>> print(released_targets(q, kl, jnp.ones((2, 2), bool), steps, 0.5, 1.0))
       [[-4.  -1.5]
        [ 0.   0. ]]
     """
     kl = jnp.where(sampled, kl, 0.0)
-    steps = reward.ndim - 1
-    nothing = jnp.zeros_like(jax.lax.slice_in_dim(kl, 0, 1, axis=steps))
-    shifted = jnp.concatenate([jax.lax.slice_in_dim(kl, 1, None, axis=steps), nothing], axis=steps)
+    nothing = jnp.zeros_like(kl[..., :1, :])
+    shifted = jnp.concatenate([kl[..., 1:, :], nothing], axis=-2)
     opens = sampled & (jnp.cumsum(sampled, axis=-1) == 1)
     # A reply's first value is read by the step before it, with its own KL; the others from inside the reply.
     read = jnp.where(opens, kl, shifted)
-    return targets(soft_value(expected_q, read, beta), sampled, reward, terminated, truncated, final_value, discount)
+    return targets(soft_value(expected_q, read, beta), sampled, steps, discount)
 
 
 def released_critic_loss(
@@ -279,11 +251,11 @@ class ETPO:
         expected_q, kl, q = (played.statistics[name] for name in ("expected_q", "kl", "q"))
         soft = soft_value(expected_q, kl, hp.beta)
         sampled = episodes.sampled
-        ends = sampled, episodes.reward, episodes.terminated, episodes.truncated, played.final(soft, episodes)
+        steps = Steps(episodes.reward, episodes.terminated, episodes.truncated, played.final(soft, episodes))
         if self.as_released:
-            found = released_targets(expected_q[..., :-1, :], kl[..., :-1, :], *ends, hp.discount, hp.beta)
+            found = released_targets(expected_q[..., :-1, :], kl[..., :-1, :], sampled, steps, hp.discount, hp.beta)
         else:
-            found = targets(soft[..., :-1, :], *ends, hp.discount)
+            found = targets(soft[..., :-1, :], sampled, steps, hp.discount)
         q = q[..., :-1, :]
         metrics = {
             "target_mean": jnp.mean(found, where=sampled),

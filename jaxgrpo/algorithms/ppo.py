@@ -22,8 +22,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Real
 
+from jaxgrpo.algorithms.advantages import group_advantages
 from jaxgrpo.algorithms.algorithm import Played, Reads, RowLoss, RowRecord, Statistic, Targets, of_all_episodes
-from jaxgrpo.algorithms.backups import backup
+from jaxgrpo.algorithms.backups import Steps, backup
 from jaxgrpo.algorithms.objectives import clipped_surrogate, kl_k3
 from jaxgrpo.config import HyperParameters, Switches, TrainConfig
 from jaxgrpo.episodes import Episodes
@@ -42,10 +43,7 @@ class Estimates(NamedTuple):
 def token_advantages(
     values: Float[Array, "*episodes steps tokens"],
     sampled: Bool[Array, "*episodes steps tokens"],
-    reward: Float[Array, "*episodes steps"],
-    terminated: Bool[Array, "*episodes steps"],
-    truncated: Bool[Array, "*episodes steps"],
-    final_value: Float[Array, "*episodes"],
+    steps: Steps,
     discount: Real[ArrayLike, ""],
     trace_decay: Real[ArrayLike, ""],
     *,
@@ -64,10 +62,7 @@ def token_advantages(
     Args:
       values: V before each token.
       sampled: tokens that the policy chose.
-      reward: of each step; 0 after the end.
-      terminated: the step ended the game by its rules.
-      truncated: the step ended it by the time limit.
-      final_value: value of the observation after the last step.
+      steps: what the steps led to; `final_value` is V of the observation after the last one.
       discount: gamma of a step, in [0, 1].
       trace_decay: lambda of a decision, in [0, 1].
       token_discount: 1 for POAD; `discount` for NTPO, where $V_{j+1}$ and $\lambda A_{j+1}$ are multiplied by it.
@@ -75,22 +70,12 @@ def token_advantages(
     Example:
       >>> import jax.numpy as jnp
       >>> values, yes, no = jnp.array([[0.5, 1.0]]), jnp.array([True]), jnp.array([False])
-      >>> options = values, jnp.ones_like(values, bool), jnp.array([3.0]), yes, no, jnp.array(9.0)
-      >>> print(token_advantages(*options, 1.0, 0.5).advantage)
+      >>> steps = Steps(jnp.array([3.0]), yes, no, jnp.array(9.0))
+      >>> print(token_advantages(values, jnp.ones_like(values, bool), steps, 1.0, 0.5).advantage)
       [[1.5 2. ]]
     """
     values = jnp.where(sampled, values.astype(jnp.promote_types(values.dtype, jnp.float32)), 0.0)
-    behind = backup(
-        values,
-        sampled,
-        reward,
-        terminated,
-        truncated,
-        final_value,
-        discount,
-        trace_decay=trace_decay,
-        token_discount=token_discount,
-    )
+    behind = backup(values, sampled, steps, discount, trace_decay=trace_decay, token_discount=token_discount)
     advantage = behind.target - values + behind.trace
     return Estimates(advantage, values + advantage)
 
@@ -98,10 +83,7 @@ def token_advantages(
 def reply_advantages(
     values: Float[Array, "*episodes steps"],
     alive: Bool[Array, "*episodes steps"],
-    reward: Float[Array, "*episodes steps"],
-    terminated: Bool[Array, "*episodes steps"],
-    truncated: Bool[Array, "*episodes steps"],
-    final_value: Float[Array, "*episodes"],
+    steps: Steps,
     discount: Real[ArrayLike, ""],
     trace_decay: Real[ArrayLike, ""],
 ) -> Estimates:
@@ -113,22 +95,18 @@ def reply_advantages(
     Args:
       values: V of each step's observation, read at the last token of the prompt.
       alive: steps that were played.
-      reward: of each step, less `kl_penalty` where there is one; 0 after the end.
-      terminated: the step ended the game by its rules.
-      truncated: the step ended it by the time limit.
-      final_value: value of the observation after the last step.
+      steps: what the steps led to, rewards less `kl_penalty` where there is one.
       discount: gamma of a step, in [0, 1].
       trace_decay: lambda of a step, in [0, 1].
 
     Example:
       >>> import jax.numpy as jnp
       >>> values, yes, end = jnp.array([0.5, 1.0]), jnp.array([True, True]), jnp.array([False, True])
-      >>> print(reply_advantages(values, yes, jnp.array([0.0, 3.0]), end, ~yes, jnp.array(9.0), 0.5, 1.0).advantage)
+      >>> steps = Steps(jnp.array([0.0, 3.0]), end, ~yes, jnp.array(9.0))
+      >>> print(reply_advantages(values, yes, steps, 0.5, 1.0).advantage)
       [1. 2.]
     """
-    found = token_advantages(
-        values[..., None], alive[..., None], reward, terminated, truncated, final_value, discount, trace_decay
-    )
+    found = token_advantages(values[..., None], alive[..., None], steps, discount, trace_decay)
     return Estimates(found.advantage[..., 0], found.value_target[..., 0])
 
 
@@ -150,12 +128,8 @@ def normalised(
       >>> print(normalised(jnp.array([1.0, 3.0, 99.0]), jnp.array([True, True, False])))
       [-1.  1.  0.]
     """
-    count = jnp.maximum(jnp.sum(mask), 1)
-    # The lowest is taken off first: the mean of equal numbers may round, and the division would blow that up.
-    lowest = jnp.min(advantage, where=mask, initial=jnp.inf)
-    shifted = jnp.where(mask, advantage - lowest, 0.0)
-    deviation = jnp.where(mask, shifted - jnp.sum(shifted) / count, 0.0)
-    return deviation / (jnp.sqrt(jnp.sum(jnp.square(deviation)) / count) + epsilon)
+    of_one_group = group_advantages(advantage.reshape(1, -1), mask.reshape(1, -1), epsilon=epsilon)
+    return of_one_group.reshape(advantage.shape)
 
 
 def kl_penalty(
@@ -234,33 +208,6 @@ def clipped_value_loss(
     return 0.5 * jnp.where(beyond, jnp.maximum(error, clipped), error)
 
 
-def within_target_kl(
-    allowed: Bool[ArrayLike, ""],
-    distance: Float[Array, ""],
-    decisions: Float[Array, ""],
-    target_kl: Real[ArrayLike, ""],
-) -> Bool[Array, ""]:
-    r"""Whether the policy may take a step: not once it is further than `target_kl` from the one that played.
-
-    The distance of a decision is $\rho - 1 - \log \rho$ with $\rho = \pi / \pi_{old}$, which is
-    `kl_k3(old_log_prob, log_prob)`; summed over micro-batches, it is known when the gradient is. The predicate is
-    traced: a step that is refused has been computed, and is not taken.
-
-    Args:
-      allowed: whether the earlier steps of the iteration were: once one is refused, the rest are.
-      distance: sum of the decisions' distances, under the policy before the step.
-      decisions: how many these are.
-      target_kl: largest mean distance in nats, above 0.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> sums = jnp.array(0.5), jnp.array(10.0)
-      >>> print(within_target_kl(True, *sums, 0.06), within_target_kl(True, *sums, 0.04))
-      True False
-    """
-    return jnp.asarray(allowed) & (distance <= jnp.asarray(target_kl) * decisions)
-
-
 @dataclasses.dataclass(frozen=True)
 class PPO:
     """PPO-KL, POAD or NTPO as an algorithm of the train step, see the module's head.
@@ -321,15 +268,16 @@ class PPO:
             reference = played.statistics["reference_log_prob"][..., :-1, :]
             price = kl_penalty(episodes.reply.log_prob, reference, sampled, hp.kl_beta)
             reward, metrics = reward - price, {"kl_price": jnp.mean(price, where=episodes.alive)}
-        ends = reward, episodes.terminated, episodes.truncated, played.final(values, episodes), hp.discount
+        steps = Steps(reward, episodes.terminated, episodes.truncated, played.final(values, episodes))
         values = values[..., :-1, :]
         if self.level == "token":
             decides = sampled
             token_discount = hp.discount if self.discounts_tokens else 1.0
-            found = token_advantages(values, sampled, *ends, hp.trace_decay, token_discount=token_discount)
+            found = token_advantages(values, sampled, steps, hp.discount, hp.trace_decay, token_discount=token_discount)
         else:
             decides = episodes.alive[..., None] & (jnp.arange(self.reply_limit) == played.first_slot)
-            found = reply_advantages(values[..., played.first_slot], episodes.alive, *ends, hp.trace_decay)
+            of_replies = values[..., played.first_slot]
+            found = reply_advantages(of_replies, episodes.alive, steps, hp.discount, hp.trace_decay)
             found = jax.tree.map(lambda x: jnp.where(decides, x[..., None], 0.0), found)
         advantage = normalised(found.advantage, decides, epsilon=1e-6) if self.normalise else found.advantage
         target = _Target(decides, advantage, values, found.value_target)

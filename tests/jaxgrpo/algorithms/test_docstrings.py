@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 
+from jaxgrpo import optimizer
 from jaxgrpo.algorithms import advantages, backups, episode_sampling, etpo, group_filter, objectives, ppo, twosome
 
 
@@ -21,7 +22,7 @@ _CASES = [
     pytest.param(module, name, id=name)
     for module in (advantages, backups, episode_sampling, etpo, group_filter, objectives, ppo, twosome)
     for name in [*_public_functions(module), *(["EpisodeSample"] if module is episode_sampling else [])]
-]
+] + [pytest.param(optimizer, name, id=name) for name in ("polyak", "within_target_kl")]
 
 
 @pytest.mark.parametrize(("module", "name"), _CASES)

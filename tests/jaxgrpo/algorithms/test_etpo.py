@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from jaxgrpo.algorithms import etpo
+from jaxgrpo.algorithms.backups import Steps
+from jaxgrpo.optimizer import polyak
 from jaxgrpo.token_statistics import Scores, over_vocabulary
 
 STATES, WORDS = 3, 3
@@ -74,10 +76,12 @@ def backed_up(q: Policy, pi: Policy, rho: Policy, game: World) -> Policy:
     target = etpo.targets(
         jnp.stack([now, then], axis=1),
         jnp.asarray(np.stack([[~no, ~no], [~over, ~over]]).transpose(2, 0, 1)),
-        jnp.asarray(np.stack([game.reward[state, one, two], no], axis=1), jnp.float32),
-        jnp.asarray(np.stack([over, no], axis=1)),
-        jnp.asarray(np.stack([no, ~over], axis=1)),
-        jnp.full(over.shape, 7.0),
+        Steps(
+            jnp.asarray(np.stack([game.reward[state, one, two], no], axis=1), jnp.float32),
+            jnp.asarray(np.stack([over, no], axis=1)),
+            jnp.asarray(np.stack([no, ~over], axis=1)),
+            jnp.full(over.shape, 7.0),
+        ),
         GAMMA,
     )
     target = target[:, 0].reshape(STATES, WORDS, WORDS, 2)
@@ -146,7 +150,7 @@ def targets_of(terminated: list[list[int]], truncated: list[list[int]], **change
     options = {"values": VALUES, "sampled": SAMPLED, "reward": REWARD, "final": FINAL} | changes
     values, sampled, reward, final = (jnp.asarray(options[name]) for name in ("values", "sampled", "reward", "final"))
     ended, cut = (jnp.asarray(np.array(x, bool)) for x in (terminated, truncated))
-    return np.asarray(etpo.targets(values, sampled, reward, ended, cut, final, 0.5))
+    return np.asarray(etpo.targets(values, sampled, Steps(reward, ended, cut, final), 0.5))
 
 
 def test_targets_by_hand():
@@ -264,8 +268,9 @@ def test_loss_and_gradient_of_one_token_know_nothing_of_another():
 def test_released_targets_read_the_next_steps_divergence():
     kl = np.arange(0.1, 1.9, 0.1, dtype=np.float32).reshape(2, 3, 3)
     ended = np.array([[0, 0, 1], [0, 1, 0]], bool)
-    arrays: Any = map(jnp.asarray, (VALUES, kl, SAMPLED, REWARD, ended, np.zeros_like(ended), FINAL))
-    found = np.asarray(etpo.released_targets(*arrays, discount=0.5, beta=1.0))
+    values, divergences, sampled = map(jnp.asarray, (VALUES, kl, SAMPLED))
+    steps = Steps(*map(jnp.asarray, (REWARD, ended, np.zeros_like(ended), FINAL)))
+    found = np.asarray(etpo.released_targets(values, divergences, sampled, steps, discount=0.5, beta=1.0))
     # Step 0: token 1 reads step 1's token 1; the last token reads step 1's first, rightly.
     np.testing.assert_allclose(found[0, 0, :2], [2 - kl[0, 1, 1], 1 + (4 - kl[0, 1, 0]) / 2], rtol=1e-6)
     # Step 1: the next step has no second and third token to read.
@@ -275,6 +280,6 @@ def test_released_targets_read_the_next_steps_divergence():
 
 def test_polyak_moves_a_little():
     target = {"a": jnp.zeros(2), "b": [jnp.ones(1)]}
-    moved = etpo.polyak(target, jax.tree.map(lambda x: x + 1, target), 0.995)
+    moved = polyak(target, jax.tree.map(lambda x: x + 1, target), 0.995)
     for old, new in zip(jax.tree.leaves(target), jax.tree.leaves(moved), strict=True):
         np.testing.assert_allclose(new - old, 0.005, rtol=1e-4)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from jaxgrpo.algorithms import ppo
+from jaxgrpo.algorithms.backups import Steps
 from jaxgrpo.algorithms.objectives import clipped_surrogate, kl_k3
+from jaxgrpo.optimizer import within_target_kl
 
 EPISODES, STEPS, TOKENS = 7, 5, 4
 
@@ -32,6 +34,13 @@ def played(seed: int = 0) -> dict[str, Any]:
         "truncated": truncated,
         "final_value": random.normal(size=EPISODES).astype(np.float32),
     }
+
+
+def given(arrays: dict[str, Any]) -> dict[str, Any]:
+    """What was played, as `token_advantages` takes it."""
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    steps = Steps(**{name: arrays.pop(name) for name in Steps._fields})
+    return {**arrays, "steps": steps}
 
 
 def by_loop(
@@ -62,7 +71,7 @@ def by_loop(
 def test_token_advantages_equal_a_plain_loop(token_discount: float):
     arrays: Any
     arrays, numbers = played(), {"discount": 0.9, "trace_decay": 0.8, "token_discount": token_discount}
-    found = jax.jit(ppo.token_advantages)(**jax.tree.map(jnp.asarray, arrays), **numbers)
+    found = jax.jit(ppo.token_advantages)(**given(arrays), **numbers)
     expected = by_loop(**arrays, **numbers)
     np.testing.assert_allclose(found.advantage, expected, atol=1e-5)
     values = np.where(arrays["sampled"], arrays["values"], 0)
@@ -77,7 +86,7 @@ def test_nothing_is_carried_over_an_end(how: str):
     ends[:, 2] = True
     arrays |= {"sampled": np.ones_like(arrays["sampled"]), "values": np.nan_to_num(arrays["values"])}
     arrays |= {"terminated": ends & (how == "terminated"), "truncated": ends & (how == "truncated")}
-    found = ppo.token_advantages(**jax.tree.map(jnp.asarray, arrays), **GAE).advantage
+    found = ppo.token_advantages(**given(arrays), **GAE).advantage
     np.testing.assert_allclose(found, by_loop(**arrays, **GAE, token_discount=1.0), atol=1e-5)
 
 
@@ -86,7 +95,8 @@ def test_reply_advantages_equal_a_plain_loop():
     alive: Any = arrays["sampled"].any(-1)
     values = np.where(alive, arrays["values"][..., 1], np.nan)
     rest = {k: arrays[k] for k in ("reward", "terminated", "truncated", "final_value")}
-    found = ppo.reply_advantages(jnp.asarray(values), jnp.asarray(alive), **jax.tree.map(jnp.asarray, rest), **GAE)
+    steps = Steps(**jax.tree.map(jnp.asarray, rest))
+    found = ppo.reply_advantages(jnp.asarray(values), jnp.asarray(alive), steps, **GAE)
     expected = by_loop(values[..., None], alive[..., None], **rest, **GAE, token_discount=1.0)[..., 0]
     np.testing.assert_allclose(found.advantage, expected, atol=1e-5)
 
@@ -95,18 +105,19 @@ GAE: dict[str, Any] = {"discount": 0.9, "trace_decay": 0.95}
 
 # A chain of three states, walked through by replies of 2, 3 and 1 tokens; 5 at its end.
 CHAIN = jnp.arange(3) < jnp.array([2, 3, 1])[:, None]
-CHAIN_REWARD = jnp.array([0.0, 0.0, 5.0])
-CHAIN_END = jnp.array([False, False, True])
-NEVER = jnp.zeros(3, bool)
+CHAIN_STEPS = Steps(
+    reward=jnp.array([0.0, 0.0, 5.0]),
+    terminated=jnp.array([False, False, True]),
+    truncated=jnp.zeros(3, bool),
+    final_value=jnp.array(0.0),
+)
 
 
 def learned(token_discount: float) -> np.ndarray:
     """Values of the chain's tokens that are their own targets."""
 
     def once(_: int, values: jax.Array) -> jax.Array:
-        found = ppo.token_advantages(
-            values, CHAIN, CHAIN_REWARD, CHAIN_END, NEVER, jnp.array(0.0), **GAE, token_discount=token_discount
-        )
+        found = ppo.token_advantages(values, CHAIN, CHAIN_STEPS, **GAE, token_discount=token_discount)
         return found.value_target
 
     return np.asarray(jax.jit(lambda: jax.lax.fori_loop(0, 30, once, jnp.zeros((3, 3))))())
@@ -114,7 +125,7 @@ def learned(token_discount: float) -> np.ndarray:
 
 def test_poad_values_a_reply_as_ppo_does_and_ntpo_does_not():
     def once(_: int, values: jax.Array) -> jax.Array:
-        return ppo.reply_advantages(values, ~NEVER, CHAIN_REWARD, CHAIN_END, NEVER, jnp.array(0.0), **GAE).value_target
+        return ppo.reply_advantages(values, CHAIN.any(-1), CHAIN_STEPS, **GAE).value_target
 
     of_replies = jax.lax.fori_loop(0, 30, once, jnp.zeros(3))
     np.testing.assert_allclose(of_replies, 5 * 0.9 ** np.array([2, 1, 0]), rtol=1e-5)
@@ -129,10 +140,9 @@ def test_poad_values_a_reply_as_ppo_does_and_ntpo_does_not():
 
 def test_what_a_mask_hides_changes_nothing():
     arrays = played(2)
-    given: Any = jax.tree.map(jnp.asarray, arrays)
-    found = ppo.token_advantages(**given, **GAE)
-    hidden = jnp.where(given["sampled"], given["values"], 1e30)
-    other = ppo.token_advantages(**{**given, "values": hidden}, **GAE)
+    found = ppo.token_advantages(**given(arrays), **GAE)
+    hidden = np.where(arrays["sampled"], arrays["values"], np.float32(1e30))
+    other = ppo.token_advantages(**given({**arrays, "values": hidden}), **GAE)
     for one, two in zip(found, other, strict=True):
         np.testing.assert_array_equal(one, two)
         assert (np.asarray(one)[~arrays["sampled"]] == 0).all()
@@ -193,7 +203,7 @@ def test_steps_stop_at_the_target_and_stay_stopped():
     @jax.jit
     def steps(log_probs: jax.Array, target: jax.Array) -> jax.Array:
         def step(allowed: jax.Array, log_prob: jax.Array) -> tuple[jax.Array, jax.Array]:
-            allowed = ppo.within_target_kl(allowed, kl_k3(old, log_prob).sum(), jnp.float32(2), target)
+            allowed = within_target_kl(allowed, kl_k3(old, log_prob).mean(), target)
             return allowed, allowed
 
         return jax.lax.scan(step, jnp.bool_(True), log_probs)[1]
@@ -202,4 +212,4 @@ def test_steps_stop_at_the_target_and_stay_stopped():
     course = jnp.stack([old, moved, old])
     np.testing.assert_array_equal(steps(course, 1.01 * distance), [True, True, True])
     np.testing.assert_array_equal(steps(course, 0.99 * distance), [True, False, False])
-    assert not bool(ppo.within_target_kl(True, jnp.float32(jnp.nan), jnp.float32(1), 0.1))
+    assert not bool(within_target_kl(True, jnp.float32(jnp.nan), 0.1))

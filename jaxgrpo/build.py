@@ -64,8 +64,11 @@ class Experiment:
     config: TrainConfig
     game: TokenizedGame
     train_step: TrainStep
-    _model: "_Model"
-    _start: "_Start | None" = None
+    _beginning: "_Beginning"
+
+    @property
+    def _model(self) -> "_Model":
+        return self._beginning.model
 
     @property
     def policy(self) -> LanguageAgentPolicy:
@@ -75,36 +78,41 @@ class Experiment:
     @functools.cached_property
     def hyperparameters(self) -> HyperParameters:
         """The configuration's traced numbers."""
-        return HyperParameters.from_config(self.config)
+        with jax.ensure_compile_time_eval():  # kept: asked for first inside of a trace, they must be none of its values
+            return HyperParameters.from_config(self.config)
 
     @property
     def origin(self) -> dict[str, Any] | None:
         """Run, iteration and digest of the parameters that `init` took from another run (`--init-from`), else None."""
-        return self._start and self._start.record()
+        start = self._beginning.start
+        return start and start.record()
 
     @functools.cached_property
     def fixed(self) -> Fixed:
         """What the run never changes: what is frozen, and the starting model where the algorithm compares with it."""
-        uses_reference = self.train_step.uses_reference
-        if self._model.all_trained and not uses_reference:
-            return Fixed(nnx.State({}), None)
-        trained, frozen = self._initial()
-        if not uses_reference:
-            return Fixed(frozen, None)
-        # Before training, adapters that add nothing are the base alone.
-        return Fixed(frozen, switched_off(trained) if self._model.config.lora and add_nothing(trained) else trained)
+        with jax.ensure_compile_time_eval():  # as in `hyperparameters`
+            frozen = self._beginning.frozen()
+            if not self.train_step.uses_reference:
+                return Fixed(frozen, None)
+            trained = self._beginning.trained()
+            # Before training, adapters that add nothing are the base alone.
+            return Fixed(frozen, switched_off(trained) if self._model.config.lora and add_nothing(trained) else trained)
+
+    def initial_params(self) -> Any:
+        """The trained parameters before the first iteration: another run's, the model's own, or drawn from the seed."""
+        return self._beginning.trained()
 
     def init(self) -> TrainState:
-        """The state before the first iteration: another run's parameters, the model's own, or drawn from the seed."""
-        return self.template() if self._start is None else self._state(self._initial()[0])
+        """The state before the first iteration."""
+        return self._state(self.initial_params())
 
     def template(self) -> TrainState:
-        """A state whose arrays are like those of `init`; of another run's parameters it needs nothing."""
-        return self._state(self._model.own_trained(self.config.seed))
+        """A state whose arrays are like those of `init`; no parameters are read for it."""
+        return self._state(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._model.abstract_trained()))
 
-    def _initial(self) -> tuple[Any, Any]:
-        """Trained and frozen parameters before the first iteration."""
-        return _at_start(self.config, self._model, self._start)
+    def on(self, game: str) -> "Experiment":
+        """The same model, beginning and options with another game."""
+        return _build(dataclasses.replace(self.config, game=game), self._beginning)
 
     def _state(self, params: Any) -> TrainState:
         return TrainState(
@@ -195,7 +203,7 @@ class Experiment:
         model = self._model
         if model.config.lora is None:
             raise ConfigError("--format peft: the run trained the model itself, without adapters; give --format hf.")
-        published = model.path.is_dir() and self._start is None
+        published = model.path.is_dir() and self._beginning.start is None
         base = str(place.absolute() / "base")
         if published:
             given = Path(self.config.model)
@@ -240,9 +248,11 @@ def build(config: TrainConfig) -> Experiment:
         WeightsError: the model is absent, damaged or unknown.
         UnsupportedModelError: the model has a feature that is not computed here.
     """
-    model = _Model.find(config)
-    start = _Start.find(config)
-    options = config.play
+    return _build(config, _Beginning(config))
+
+
+def _build(config: TrainConfig, beginning: "_Beginning") -> Experiment:
+    model, options = beginning.model, config.play
     text_game = make_game(config.game, style=options.style, reply=options.reply, shots=options.shots)
     game = tokenize_game(text_game, model.tokenizer, reply_limit=options.reply_limit, constrain=options.constrain)
     shortest = _shortest_reply(game)
@@ -265,7 +275,7 @@ def build(config: TrainConfig) -> Experiment:
     )
     algorithm = _algorithm(config)
     step = TrainStep(policy, game, algorithm, config, _critic(config, algorithm, model.config))
-    return Experiment(config, game, step, model, start)
+    return Experiment(config, game, step, beginning)
 
 
 def _key(seed: int, purpose: int) -> jax.Array:
@@ -320,16 +330,40 @@ def _trained_at(run: RunFolder, iteration: int, model: "_Model") -> Any:
 
 def _whole_at(run: RunFolder, config: TrainConfig, iteration: int) -> Any:
     """All parameters of a run at a checkpoint, layers in one stack: what it trained, and the rest as it began."""
-    model = _Model.find(config)
-    trained = _trained_at(run, iteration, model)
-    if model.all_trained:
+    beginning = _Beginning(config)
+    trained = _trained_at(run, iteration, beginning.model)
+    return trained if beginning.model.all_trained else beginning.model.unite(trained, beginning.frozen())
+
+
+class _Beginning:
+    """The parameters before a run's first iteration.
+
+    The frozen ones are read once and kept, as nothing changes them; the trained ones are read anew every time, for who
+    asks for them may give them away.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.model = _Model.find(config)
+        self.start = _Start.find(config)
+        self._config = config
+        self._frozen: Any = nnx.State({}) if self.model.all_trained else None
+
+    def trained(self) -> Any:
+        if self.start is None and self.model.config.lora is not None:
+            return self.model.adapters(self._config.seed)  # not read from anywhere
+        return self._read()
+
+    def frozen(self) -> Any:
+        if self._frozen is None:
+            self._read()
+        return self._frozen
+
+    def _read(self) -> Any:
+        model, seed = self.model, self._config.seed
+        trained, frozen = model.own(seed) if self.start is None else self.start.parts(self._config, model)
+        if self._frozen is None:
+            self._frozen = frozen
         return trained
-    return model.unite(trained, _at_start(config, model, _Start.find(config))[1])
-
-
-def _at_start(config: TrainConfig, model: "_Model", start: "_Start | None") -> tuple[Any, Any]:
-    """Trained and frozen parameters before a run's first iteration."""
-    return model.own(config.seed) if start is None else start.parts(config, model)
 
 
 @dataclasses.dataclass
@@ -392,7 +426,7 @@ class _Start:
             return model.divide(whole, config.seed)
         adapters = _trained_at(run, self.iteration, model)
         self._recognise(adapters)
-        return adapters, _at_start(stored, model, _Start.find(stored))[1]
+        return adapters, _Beginning(stored).frozen()
 
     def _recognise(self, params: Any) -> None:
         """See that the parameters are those this run began with, once it has."""
@@ -532,10 +566,6 @@ class _Model:
         if self.config.lora is not None:
             return self.adapters(seed), loaded
         return split_trained(loaded, self.stacks)
-
-    def own_trained(self, seed: int) -> Any:
-        """The trained parameters of `own`; adapters do not need the model for that."""
-        return self.own(seed)[0] if self.config.lora is None else self.adapters(seed)
 
 
 def _default_dtype() -> str:

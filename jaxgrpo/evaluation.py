@@ -129,10 +129,10 @@ def evaluate_scenarios(
     if not temperature >= 0:
         raise ConfigError(f"--temperature {temperature}: must be 0 or more.")
     config, params = (subject, None) if isinstance(subject, TrainConfig) else restore_params(subject)
-    results = {}
+    results, experiment = {}, None
     for name in scenarios or (config.game,):
-        experiment = build(dataclasses.replace(config, game=name))
-        params = experiment.init().params if params is None else params
+        experiment = build(dataclasses.replace(config, game=name)) if experiment is None else experiment.on(name)
+        params = experiment.initial_params() if params is None else params
         game = experiment.game.game.scored
         outcome = experiment.evaluate(
             params, episodes=episodes, temperature=temperature, seed=seed, keep_episodes=export is not None

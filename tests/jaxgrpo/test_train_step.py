@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import Tracer
 
-from jaxgrpo.config import HyperParameters
+from jaxgrpo.build import build
+from jaxgrpo.config import HyperParameters, resolve
 from jaxgrpo.train_step import Fixed
 from tests.jaxgrpo.experiments import compiled, replayed, small, updated
 from tests.jaxgrpo.jaxprs import array_shapes, selected_shapes
@@ -243,3 +245,25 @@ def test_no_gradient_is_selected_when_members_learn():
     update = jax.vmap(lambda state, episodes: experiment.train_step.update(state, episodes, experiment.fixed, hp))
     embedding = (MEMBERS, *state.params["embedding"].shape)
     assert selected_shapes(jax.make_jaxpr(update)(*stacked)).count(embedding) == 3
+
+
+def test_what_an_experiment_keeps_may_first_be_asked_for_inside_a_trace():
+    """The frozen parameters, the reference and the numbers are made once; no value of the trace may stay in them."""
+    experiment = build(resolve({"kl_beta": 0.1, "train_layers": "1", "groups": 2, "group_size": 2}))
+    kept = jax.jit(lambda: jax.tree.map(jnp.sum, (experiment.fixed, experiment.hyperparameters)))()
+    again = jax.tree.map(jnp.sum, (experiment.fixed, experiment.hyperparameters))
+    assert not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(again))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), kept, again)
+
+
+def test_an_experiment_on_another_game_begins_with_the_same_parameters():
+    experiment = build(resolve({"train_layers": "1", "seed": 3}))
+    other = experiment.on("frozen-lake-slippery")
+    assert (other.config.game, other.game.game.name) == ("frozen-lake-slippery",) * 2
+    assert jax.tree.leaves(other.fixed) and all(
+        a is b for a, b in zip(jax.tree.leaves(other.fixed), jax.tree.leaves(experiment.fixed), strict=True)
+    )
+    jax.tree.map(np.testing.assert_array_equal, other.initial_params(), experiment.init().params)
+    template, state = experiment.template(), experiment.init()
+    assert jax.tree.map(jnp.shape, template) == jax.tree.map(jnp.shape, state)
+    assert jax.tree.structure(template) == jax.tree.structure(state)

@@ -9,15 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-import jaxgrpo
-from jaxgrpo.config import resolve
-from jaxgrpo.records import RunFolder
-
-
-def train(seed: int, iterations: int, out: Path) -> jaxgrpo.Run:
-    folder = out / f"seed{seed}"
-    resume = RunFolder(folder).holds_run
-    return jaxgrpo.train(resolve({"seed": seed, "iterations": iterations, "out": str(folder), "resume": resume}))
+from jaxgrpo.comparison import train_in
 
 
 def main() -> int:
@@ -28,7 +20,7 @@ def main() -> int:
     options = parser.parse_args()
     lines = []
     for seed in options.seeds:
-        run = train(seed, options.iterations, options.out)
+        run = train_in(options.out / f"seed{seed}", {"seed": seed, "iterations": options.iterations})
         if run.before is None or run.after is None:
             return run.exit  # interrupted: give the same command again
         before, after = run.before["success_rate"], run.after["success_rate"]

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 import jaxgrpo
-from jaxgrpo.config import resolve
-from jaxgrpo.records import RunFolder
+from jaxgrpo.comparison import train_in
 
 SHORT = {"iterations": 150}
 LONG = {"iterations": 600, "entropy_bonus": 0.4, "schedule": "linear", "evaluate_every": 50}
@@ -27,8 +26,7 @@ def main() -> int:
     parser.add_argument("--episodes", type=int, default=500, help="of each scenario")
     options = parser.parse_args()
     folder = options.out / f"{'long' if options.long else 'short'}-seed{options.seed}"
-    given = {"game": "snake-8", **(LONG if options.long else SHORT), "seed": options.seed, "out": str(folder)}
-    run = jaxgrpo.train(resolve({**given, "resume": RunFolder(folder).holds_run}))
+    run = train_in(folder, {"game": "snake-8", **(LONG if options.long else SHORT), "seed": options.seed})
     if run.after is None:
         return run.exit  # interrupted: give the same command again
     results = jaxgrpo.evaluate(str(folder), SCENARIOS, episodes=options.episodes)["scenarios"]

@@ -16,7 +16,7 @@ from jaxgrpo import report
 from jaxgrpo.config import resolve
 from jaxgrpo.records import RunFolder, read_rows
 from jaxgrpo.stopping import Exit
-from jaxgrpo.trainer import train
+from jaxgrpo.trainer import Run, train
 
 # Two-sided 95% quantiles of Student's distribution, by degrees of freedom.
 _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -75,12 +75,17 @@ def run_all(
         for game, for_game in games.items():
             for variant, options in variants.items():
                 folder = out / game / variant.replace(" ", "-") / f"seed{seed}"
-                given = {"game": game, **for_game, **options, "seed": seed, "out": str(folder)}
-                run = train(resolve({**given, "resume": RunFolder(folder).holds_run}))
+                given = {"game": game, **for_game, **options, "seed": seed}
+                run = train_in(folder, given)
                 if run.after is None or run.after["iteration"] != run.iteration or run.exit != Exit.DONE:
                     return run.exit
                 results.append(_read(game, variant, seed, RunFolder(folder)))
     return results
+
+
+def train_in(folder: Path, options: Mapping[str, Any]) -> Run:
+    """Trains in a folder, or goes on with the run that is there; one that is finished is only read."""
+    return train(resolve({**options, "out": str(folder), "resume": RunFolder(folder).holds_run}))
 
 
 def _read(game: str, variant: str, seed: int, folder: RunFolder) -> Result:

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from envs_jax.games import TokenizedGame
 from jaxgrpo.config import ConfigError
 from jaxgrpo.episodes import CLOSED, CUT, ENDED, Episodes
+from jaxgrpo.records import shortest
 
 _STOPS = {CLOSED: "closed", ENDED: "ended", CUT: "cut"}
 
@@ -62,23 +63,18 @@ def transcript(
             "prompt": prefix + game.tokenizer.decode(observation),
             "reply": game.tokenizer.decode(ids),
             "reply_ids": ids,
-            "log_probs": [_shortest(x) for x in played.reply.log_prob[at][:length]],
+            "log_probs": [shortest(x) for x in played.reply.log_prob[at][:length]],
             "sampled": played.reply.sampled[at][:length].tolist(),
             "action": game.game.actions[played.reply.action[at]],
             "readable": bool(played.reply.readable[at]),
             "stop": _STOPS[int(played.reply.stop[at])],
-            "reward": _shortest(played.reward[at]),
-            "return": _shortest(returns[episode]),
-            "advantage": None if credit is None else _shortest(credit[at]),
+            "reward": shortest(played.reward[at]),
+            "return": shortest(returns[episode]),
+            "advantage": None if credit is None else shortest(credit[at]),
             "terminated": bool(played.terminated[at]),
             "truncated": bool(played.truncated[at]),
             "success": bool(played.success[episode]),
         }
-
-
-def _shortest(x: np.float32) -> float:
-    """A float32 as the float whose decimal form is shortest and still reads back to the same float32."""
-    return float(str(x))
 
 
 class EpisodeLog:

@@ -76,6 +76,19 @@ _Product = Callable[[Float[Array, "*tokens width"], Float[Array, "some width"]],
 """The product of hidden states with rows of a head, in float32."""
 
 
+class _Asked(NamedTuple):
+    """What statistics are made of, and which; see `LanguageAgentPolicy.statistics`."""
+
+    product: _Product
+    span: _Span
+    temperature: Float[Array, ""]
+    actor: Scores
+    reference: Scores | None
+    critic: Scores | None
+    critic_is_relative: bool
+    unweighted: bool
+
+
 _LONG_REPLY = 32
 """Passes through the model from which on rows that have finished may leave the batch; see `fewest_rows`."""
 
@@ -408,10 +421,10 @@ class LanguageAgentPolicy:
         """
         first, last = self.sampled_span
         span = _Span(reply[:, first:last], self._states(reply)[:, first:last])
+        product = self.model(params).logits_of
+        asked = _Asked(product, span, temperature, actor, reference, critic, critic_is_relative, unweighted)
         few = self.constraint is not None and self.constraint.choices is not None
-        found = (self._over_choices if few else self._over_vocabulary)(
-            self.model(params).logits_of, span, temperature, actor, reference, critic, critic_is_relative, unweighted
-        )
+        found = self._over_choices(asked) if few else self._over_vocabulary(asked)
         return jax.tree.map(self.at_slots, found)
 
     def at_slots(self, of_span: Float[Array, "rows span"]) -> Float[Array, "rows limit"]:
@@ -419,43 +432,29 @@ class LanguageAgentPolicy:
         first, last = self.sampled_span
         return jnp.pad(of_span, ((0, 0), (first, self.reply_limit - last)))
 
-    def _over_choices(
-        self,
-        product: _Product,
-        span: _Span,
-        temperature: Float[Array, ""],
-        actor: Scores,
-        reference: Scores | None,
-        critic: Scores | None,
-        critic_is_relative: bool,
-        unweighted: bool,
-    ) -> TokenStatistics:
+    def _over_choices(self, asked: _Asked) -> TokenStatistics:
         assert self.constraint is not None
-        choices = jnp.asarray(self.constraint.choices, jnp.int32)[span.state]
+        choices = jnp.asarray(self.constraint.choices, jnp.int32)[asked.span.state]
 
         def of(scores: Scores) -> Float[Array, "rows span choices"]:
-            return _scores_of(product, scores, jnp.maximum(choices, 0))
+            return _scores_of(asked.product, scores, jnp.maximum(choices, 0))
 
-        logits = None if reference is None else of(reference)
-        q = None if critic is None else of(critic)
-        if q is not None and logits is not None and critic_is_relative:
+        logits = None if asked.reference is None else of(asked.reference)
+        q = None if asked.critic is None else of(asked.critic)
+        if q is not None and logits is not None and asked.critic_is_relative:
             q = q - logits
         return statistics.over_choices(
-            of(actor), choices, span.token, temperature, reference_logits=logits, q=q, unweighted=unweighted
+            of(asked.actor),
+            choices,
+            asked.span.token,
+            asked.temperature,
+            reference_logits=logits,
+            q=q,
+            unweighted=asked.unweighted,
         )
 
-    def _over_vocabulary(
-        self,
-        product: _Product,
-        span: _Span,
-        temperature: Float[Array, ""],
-        actor: Scores,
-        reference: Scores | None,
-        critic: Scores | None,
-        critic_is_relative: bool,
-        unweighted: bool,
-    ) -> TokenStatistics:
-        first, last = self.sampled_span
+    def _over_vocabulary(self, asked: _Asked) -> TokenStatistics:
+        span, (first, last) = asked.span, self.sampled_span
         remaining = jnp.broadcast_to(self.reply_limit - jnp.arange(first, last), span.state.shape).reshape(-1)
         allowed = None if self.constraint is None else Partial(self._allowed, span.state.reshape(-1), remaining)
 
@@ -466,26 +465,26 @@ class LanguageAgentPolicy:
             return jax.lax.stop_gradient(scores._replace(hidden=scores.hidden.reshape(-1, scores.hidden.shape[-1])))
 
         def of_token(scores: Scores) -> Float[Array, "rows span"]:
-            return _scores_of(product, scores, span.token[..., None])[..., 0]
+            return _scores_of(asked.product, scores, span.token[..., None])[..., 0]
 
         found = statistics.over_vocabulary(
-            actor.hidden.reshape(-1, actor.hidden.shape[-1]),
-            actor.head,
-            of_token(actor).reshape(-1),
-            temperature,
+            asked.actor.hidden.reshape(-1, asked.actor.hidden.shape[-1]),
+            asked.actor.head,
+            of_token(asked.actor).reshape(-1),
+            asked.temperature,
             vocab_size=self.vocab_size,
-            logits=product,
+            logits=asked.product,
             allowed=allowed,
-            reference=flat(reference),
-            critic=flat(critic),
-            critic_is_relative=critic_is_relative,
-            unweighted=unweighted,
+            reference=flat(asked.reference),
+            critic=flat(asked.critic),
+            critic_is_relative=asked.critic_is_relative,
+            unweighted=asked.unweighted,
         )
         found = jax.tree.map(lambda x: x.reshape(span.token.shape), found)
-        if critic is None:
+        if asked.critic is None:
             return found
-        relative_to = of_token(reference) if critic_is_relative and reference is not None else 0.0
-        return found._replace(q=of_token(critic) - relative_to)
+        relative_to = of_token(asked.reference) if asked.critic_is_relative and asked.reference is not None else 0.0
+        return found._replace(q=of_token(asked.critic) - relative_to)
 
     def _states(self, reply: Int[Array, "rows limit"]) -> Int[Array, "rows limit"]:
         """The constraint's state before each token of a reply; zeros where replies are free."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree, UInt32
 
 from jaxgrpo import storage
@@ -265,6 +266,11 @@ def _line(row: Mapping[str, Any]) -> str:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps({name: plain(value) for name, value in row.items()}, allow_nan=False) + "\n"
+
+
+def shortest(value: Any) -> float:
+    """A float32 scalar as the float whose decimal form is shortest and still reads back to the same float32."""
+    return float(str(np.float32(value)))
 
 
 def ordered_row(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import numpy as np
 
 from jaxgrpo import export, report
 from jaxgrpo.checkpoints import Checkpoints, bytes_of
@@ -28,6 +27,7 @@ from jaxgrpo.records import (
     new_manifest,
     ordered_row,
     read_manifest,
+    shortest,
     state_digests,
     write_config,
     write_json,
@@ -448,12 +448,7 @@ def _fetch(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], float]:
     """Metrics as numbers, and the time at which the device had them."""
     jax.block_until_ready(metrics)
     ready = time.monotonic()
-    return {name: _shortest(value) for name, value in jax.device_get(metrics).items()}, ready
-
-
-def _shortest(value: np.ndarray) -> float:
-    """A float32 scalar as the float whose decimal form is shortest and still reads back to the same float32."""
-    return float(str(np.float32(value)))
+    return {name: shortest(value) for name, value in jax.device_get(metrics).items()}, ready
 
 
 def _summary(outcome: Any) -> dict[str, Any]:

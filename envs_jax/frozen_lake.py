@@ -254,7 +254,7 @@ class FrozenLake(Environment[FrozenLakeState, FrozenLakeParams]):
             )
 
     @functools.partial(jax.jit, static_argnums=0)
-    def _any_playable(self, keys: Key[Array, "draws"], frozen_probability: Float[Array, ""]) -> Bool[Array, ""]:
+    def _any_playable(self, keys: Key[Array, " draws"], frozen_probability: Float[Array, ""]) -> Bool[Array, ""]:
         """Whether at least one of the lakes drawn from these keys may be played."""
         return jnp.any(jax.vmap(lambda key: self._draw_once(key, frozen_probability)[2])(keys))
 

@@ -12,7 +12,7 @@ _NOT_THE_STATE = {field.name for field in dataclasses.fields(EnvironmentState)}
 """The clock and the flags of the end, which all states carry."""
 
 
-def state_words(state: EnvironmentState) -> Int32[Array, "words"]:
+def state_words(state: EnvironmentState) -> Int32[Array, " words"]:
     """The bytes of ONE state, clock and flags left out, as int32 words: an encoding, so nothing can collide.
 
     Floats are equal where their bits are, with both zeros taken as one. Leading axes are for `jax.vmap`.

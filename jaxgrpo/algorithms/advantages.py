@@ -68,13 +68,13 @@ def group_advantages(
 
 
 def state_advantages(
-    values: Float[Array, "steps"],
+    values: Float[Array, " steps"],
     states: Int[Array, "steps words"],
-    mask: Bool[Array, "steps"],
+    mask: Bool[Array, " steps"],
     *,
     normalise: Normalisation = "std",
     epsilon: Real[ArrayLike, ""] = 1e-6,
-) -> Float[Array, "steps"]:
+) -> Float[Array, " steps"]:
     r"""Advantage of every step over the steps that stand in the same state.
 
     The steps whose rows of `states` are equal, word for word, are one group in the sense of `group_advantages`, with
@@ -166,7 +166,7 @@ def _scaled(
     return deviation / jnp.where(scale > 0, scale, 1.0)
 
 
-def _group_numbers(rows: Int[Array, "rows words"]) -> Int[Array, "rows"]:
+def _group_numbers(rows: Int[Array, "rows words"]) -> Int[Array, " rows"]:
     """A number for each row, below the number of rows, equal exactly where rows are equal."""
 
     def by_word(order: Array, word: Array) -> tuple[Array, None]:

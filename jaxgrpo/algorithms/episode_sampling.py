@@ -25,10 +25,10 @@ class EpisodeSample(NamedTuple):
       weights: weight of each drawn episode's loss; 0 marks a masked episode, drawn only because no other was left.
     """
 
-    indices: Int[Array, "count"]
-    weights: Float[Array, "count"]
+    indices: Int[Array, " count"]
+    weights: Float[Array, " count"]
 
-    def dense_weights(self, episodes: int) -> Float[Array, "episodes"]:
+    def dense_weights(self, episodes: int) -> Float[Array, " episodes"]:
         """Weight of each of all `episodes` episodes: 0 for those that were not drawn.
 
         Example:
@@ -41,8 +41,8 @@ class EpisodeSample(NamedTuple):
 
 def sample_episodes(
     key: PRNGKeyArray,
-    advantages: Float[Array, "episodes"],
-    mask: Bool[Array, "episodes"],
+    advantages: Float[Array, " episodes"],
+    mask: Bool[Array, " episodes"],
     count: int,
     alpha: Real[ArrayLike, ""],
     *,
@@ -119,8 +119,8 @@ def sample_episodes(
 
 
 def _tier_and_log_weight(
-    advantages: Float[Array, "episodes"], mask: Bool[Array, "episodes"], alpha: Real[ArrayLike, ""]
-) -> tuple[Int[Array, "episodes"], Float[Array, "episodes"]]:
+    advantages: Float[Array, " episodes"], mask: Bool[Array, " episodes"], alpha: Real[ArrayLike, ""]
+) -> tuple[Int[Array, " episodes"], Float[Array, " episodes"]]:
     """Tier of each episode, and `alpha * log |A|` within it; 0 where the advantage is 0, so alpha = 0 gives no NaN."""
     magnitude = jnp.abs(advantages.astype(jnp.promote_types(advantages.dtype, jnp.float32)))
     # Subnormal counts as zero: accelerators flush it to zero inside the logarithm.
@@ -131,7 +131,7 @@ def _tier_and_log_weight(
     return jnp.where(mask, unmasked_tier, _MASKED), log_weight
 
 
-def _episode_gumbel(key: PRNGKeyArray, episodes: int) -> Float[Array, "episodes"]:
+def _episode_gumbel(key: PRNGKeyArray, episodes: int) -> Float[Array, " episodes"]:
     """Standard Gumbel noise in fp32, entry i from `key` folded with i."""
     episode_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(episodes))
     return jax.vmap(lambda episode_key: jax.random.gumbel(episode_key, dtype=jnp.float32))(episode_keys)

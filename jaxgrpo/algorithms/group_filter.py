@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 def groups_to_keep(
     returns: Float[Array, "groups samples"], keep: int, *, drop_equal: bool = False
-) -> Bool[Array, "groups"]:
+) -> Bool[Array, " groups"]:
     """True for the groups that are trained on; the others are absent from the loss and from its denominator.
 
     Those with the largest standard deviation of returns are kept (StarPO-S of RAGEN, Wang et al. 2025, arXiv
@@ -39,6 +39,6 @@ def groups_to_keep(
     return kept
 
 
-def _spread(returns: Float[Array, "groups samples"]) -> Float[Array, "groups"]:
+def _spread(returns: Float[Array, "groups samples"]) -> Float[Array, " groups"]:
     """Standard deviation of each group, exactly 0 where its returns are equal."""
     return jnp.std(returns - returns.min(axis=1, keepdims=True), axis=1)

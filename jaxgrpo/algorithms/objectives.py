@@ -141,7 +141,7 @@ def row_weights(
     *,
     aggregate: Aggregate,
     reply_limit: int,
-    episode_weights: Float[Array, "episodes"] | None = None,
+    episode_weights: Float[Array, " episodes"] | None = None,
 ) -> tuple[Float[Array, "episodes steps"], Float[Array, ""]]:
     r"""Weight of each token of a row, and the denominator of the whole batch.
 

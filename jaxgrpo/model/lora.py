@@ -99,7 +99,7 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A_SUFFIX, B_SUFFIX))
 
 
-def merged(params: Mapping[str, Array], name: str, lora: LoRA | None) -> Float[Array, "layers *matrix"]:
+def merged(params: Mapping[str, Array], name: str, lora: LoRA | None) -> Float[Array, " layers *matrix"]:
     """A matrix with its adapter added, W + alpha / rank * B A, in float32; a parameter without one as it is.
 
     Args:

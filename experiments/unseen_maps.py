@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgrpo.build import build, restore_params
+from jaxgrpo.beginning import restore_params
+from jaxgrpo.build import build
 from jaxgrpo.evaluation import held_out_key
 from jaxgrpo.rollout import Keys, start
 from jaxgrpo.train_step import play_key

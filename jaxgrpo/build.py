@@ -1,6 +1,5 @@
 """From a configuration to the objects it names: the only place where names become models, games and algorithms."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -13,42 +12,28 @@ from flax import nnx
 
 from envs_jax.games import TokenizedGame, make_game, tokenize_game
 from envs_jax.text.reader import CLOSE, OPEN
-from envs_jax.text.tokenizer import TextTokenizer
 from jaxgrpo.algorithms.algorithm import Advantages, Algorithm
 from jaxgrpo.algorithms.etpo import ETPO
 from jaxgrpo.algorithms.gigpo import GiGPO
 from jaxgrpo.algorithms.ms_grpo import MSGRPO
 from jaxgrpo.algorithms.ppo import PPO
 from jaxgrpo.algorithms.step_grpo import StepGRPO
-from jaxgrpo.checkpoints import Checkpoints
-from jaxgrpo.config import ConfigError, HyperParameters, LoRAConfig, Switches, TrainConfig, with_options
+from jaxgrpo.beginning import CRITIC, RUN, Beginning, NamedModel, key_for
+from jaxgrpo.config import ConfigError, HyperParameters, Switches, TrainConfig
 from jaxgrpo.critic import CriticNetwork
 from jaxgrpo.episodes import Episodes
 from jaxgrpo.evaluation import Outcome, play_policy
-from jaxgrpo.export import transcript
 from jaxgrpo.model import weights
 from jaxgrpo.model.config import ModelConfig
-from jaxgrpo.model.lora import LoRA, parse_targets
 from jaxgrpo.model.trained import (
     add_nothing,
-    base_types,
-    cast_base,
-    initial_adapters,
     join,
-    merge_adapters,
-    parse_layers,
-    restack,
-    split_trained,
     switched_off,
 )
-from jaxgrpo.model.transformer import Stack, Transformer
+from jaxgrpo.model.transformer import Transformer
 from jaxgrpo.policy import LanguageAgentPolicy
-from jaxgrpo.records import RunFolder, digest, read_manifest
-from jaxgrpo.storage import AnyPath
 from jaxgrpo.train_step import Fixed, Metrics, TrainState, TrainStep
-
-_WEIGHTS, _RUN, _CRITIC = 0, 1, 3
-"""Folded into the seed's key; held-out episodes have a number of their own in `evaluation`."""
+from jaxgrpo.transcripts import transcript
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,10 +49,10 @@ class Experiment:
     config: TrainConfig
     game: TokenizedGame
     train_step: TrainStep
-    _beginning: "_Beginning"
+    _beginning: Beginning
 
     @property
-    def _model(self) -> "_Model":
+    def _model(self) -> NamedModel:
         return self._beginning.model
 
     @property
@@ -118,8 +103,10 @@ class Experiment:
         return TrainState(
             params=params,
             opt_state=jax.jit(self.train_step.init_optimizer)(params, self.hyperparameters),
-            algorithm_state=self.train_step.init_critic(_key(self.config.seed, _CRITIC), params, self.hyperparameters),
-            key=_key(self.config.seed, _RUN),
+            algorithm_state=self.train_step.init_critic(
+                key_for(self.config.seed, CRITIC), params, self.hyperparameters
+            ),
+            key=key_for(self.config.seed, RUN),
             iteration=jnp.int32(0),
         )
 
@@ -143,7 +130,7 @@ class Experiment:
         return self._compiled_update(state, episodes, self.fixed, hyperparameters)
 
     def transcript(self, episodes: Episodes, iteration: int) -> Iterator[dict[str, Any]]:
-        """Episodes of training as rows of text, see `export.transcript`, made as they are read."""
+        """Episodes of training as rows of text, see `transcripts.transcript`, made as they are read."""
         algorithm = self.train_step.algorithm
         advantages = self._advantages(episodes, self.hyperparameters) if isinstance(algorithm, Advantages) else None
         return transcript(self.game, episodes, iteration=iteration, advantages=advantages)
@@ -248,10 +235,10 @@ def build(config: TrainConfig) -> Experiment:
         WeightsError: the model is absent, damaged or unknown.
         UnsupportedModelError: the model has a feature that is not computed here.
     """
-    return _build(config, _Beginning(config))
+    return _build(config, Beginning(config))
 
 
-def _build(config: TrainConfig, beginning: "_Beginning") -> Experiment:
+def _build(config: TrainConfig, beginning: Beginning) -> Experiment:
     model, options = beginning.model, config.play
     text_game = make_game(config.game, style=options.style, reply=options.reply, shots=options.shots)
     game = tokenize_game(text_game, model.tokenizer, reply_limit=options.reply_limit, constrain=options.constrain)
@@ -278,10 +265,6 @@ def _build(config: TrainConfig, beginning: "_Beginning") -> Experiment:
     return Experiment(config, game, step, beginning)
 
 
-def _key(seed: int, purpose: int) -> jax.Array:
-    return jax.random.fold_in(jax.random.key(seed), purpose)
-
-
 _LAYERS_KEPT = 4
 """Models of so few layers keep their activations for the backward pass; deeper ones recompute them."""
 
@@ -297,170 +280,6 @@ def _shortest_reply(game: TokenizedGame) -> int:
         return 1
     form = f"<think></think><plan></plan>{OPEN}{{}}{CLOSE}"
     return min(len(game.tokenizer.encode(form.format(word))) for word in game.game.actions)
-
-
-def restore_params(folder: AnyPath | str) -> tuple[TrainConfig, Any]:
-    """A run's configuration, as for going on with it, and its trained parameters as of the last checkpoint.
-
-    Raises:
-        ConfigError: the folder holds no run, or a run without a checkpoint.
-    """
-    run, config, iteration = _last_checkpoint(str(folder), option="--run")
-    return config, _trained_at(run, iteration, _Model.find(config))
-
-
-def _last_checkpoint(text: str, *, option: str) -> tuple[RunFolder, TrainConfig, int]:
-    """The run in a folder that an option names, its configuration as resumed, and its last checkpoint's iteration."""
-    run = RunFolder.at(text, option=option)
-    if not run.config.exists():
-        raise ConfigError(f"{option} {text}: holds no run; give a folder that `jaxgrpo train` made.")
-    config = with_options(run.read_config(), {"out": text, "resume": True})
-    with contextlib.closing(Checkpoints(run.checkpoints, keep=None)) as checkpoints:
-        latest = checkpoints.latest
-    if latest is None:
-        raise ConfigError(f"{option} {text}: holds no checkpoint yet; let the run reach its first one.")
-    return run, config, latest
-
-
-def _trained_at(run: RunFolder, iteration: int, model: "_Model") -> Any:
-    """The trained parameters, and nothing else, of a checkpoint made with the model."""
-    with contextlib.closing(Checkpoints(run.checkpoints, keep=None)) as checkpoints:
-        return checkpoints.restore_params(iteration, model.abstract_trained())
-
-
-def _whole_at(run: RunFolder, config: TrainConfig, iteration: int) -> Any:
-    """All parameters of a run at a checkpoint, layers in one stack: what it trained, and the rest as it began."""
-    beginning = _Beginning(config)
-    trained = _trained_at(run, iteration, beginning.model)
-    return trained if beginning.model.all_trained else beginning.model.unite(trained, beginning.frozen())
-
-
-class _Beginning:
-    """The parameters before a run's first iteration.
-
-    The frozen ones are read once and kept, as nothing changes them; the trained ones are read anew every time, for who
-    asks for them may give them away.
-    """
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.model = _Model.find(config)
-        self.start = _Start.find(config)
-        self._config = config
-        self._frozen: Any = nnx.State({}) if self.model.all_trained else None
-
-    def trained(self) -> Any:
-        if self.start is None and self.model.config.lora is not None:
-            return self.model.adapters(self._config.seed)  # not read from anywhere
-        return self._read()
-
-    def frozen(self) -> Any:
-        if self._frozen is None:
-            self._read()
-        return self._frozen
-
-    def _read(self) -> Any:
-        model, seed = self.model, self._config.seed
-        trained, frozen = model.own(seed) if self.start is None else self.start.parts(self._config, model)
-        if self._frozen is None:
-            self._frozen = frozen
-        return trained
-
-
-@dataclasses.dataclass
-class _Start:
-    """The checkpoint of another run from which a run takes its starting parameters."""
-
-    run: str
-    iteration: int
-    digest: str | None = None
-    """Of the parameters, once they were read here or in an earlier session."""
-
-    @classmethod
-    def find(cls, config: TrainConfig) -> "_Start | None":
-        """The last checkpoint of `init_from`; of a resumed run the one it was begun with, not looked for until needed.
-
-        Raises:
-            ConfigError: no run is there, no checkpoint, or it is another model's.
-        """
-        if config.init_from is None:
-            return None
-        if config.run.resume and (begun := RunFolder.of(config).manifest).exists():
-            origin = read_manifest(begun)["init_from"]
-            return cls(origin["run"], origin["iteration"], origin["digest"])
-        _, stored, iteration = _last_checkpoint(config.init_from, option="--init-from")
-        if Path(stored.model).name != Path(config.model).name:
-            raise ConfigError(
-                f"--init-from {config.init_from}: is a run of --model {stored.model}, and this one is of "
-                f"--model {config.model}; give the same model."
-            )
-        if config.lora.rank and stored.lora.rank and _adapters_of(config) != _adapters_of(stored):
-            raise ConfigError(
-                f"--init-from {config.init_from}: has adapters of {_adapters_of(stored)}, and this run "
-                f"{_adapters_of(config)}; give the same, or --lora.rank 0 to go on from the merged model."
-            )
-        return cls(config.init_from, iteration)
-
-    def parts(self, config: TrainConfig, model: "_Model") -> tuple[Any, Any]:
-        """Trained and frozen parameters of the run that starts here, the same at every call and in every session.
-
-        From one run with adapters to another these go on, on the base they were trained on. Else all parameters of the
-        checkpoint, its adapters merged, are divided as this run does.
-
-        Args:
-            config: of the run that starts here.
-            model: of that run.
-
-        Raises:
-            ConfigError: the checkpoint is gone, is another one now, or is another model's.
-        """
-        run, stored, latest = _last_checkpoint(self.run, option="--init-from")
-        if not (run.checkpoints / str(self.iteration)).exists():
-            raise ConfigError(
-                f"--init-from {self.run}: this run began with its checkpoint {self.iteration}, which is gone (the last "
-                f"one is {latest}); put it back, or start in another folder."
-            )
-        stored = with_options(stored, {"model": config.model, "base_dtype": config.learn.base_dtype})
-        if not (model.config.lora and stored.lora.rank):
-            whole = _whole_at(run, stored, self.iteration)
-            self._recognise(whole)
-            return model.divide(whole, config.seed)
-        adapters = _trained_at(run, self.iteration, model)
-        self._recognise(adapters)
-        return adapters, _Beginning(stored).frozen()
-
-    def _recognise(self, params: Any) -> None:
-        """See that the parameters are those this run began with, once it has."""
-        found = f"{int(digest(params)):08x}"
-        if self.digest not in (None, found):
-            raise ConfigError(
-                f"--init-from {self.run}: its checkpoint {self.iteration} has other parameters than this run began "
-                f"with (digest {found}, not {self.digest}); put it back, or start in another folder."
-            )
-        self.digest = found
-
-    def record(self) -> dict[str, Any]:
-        """What the manifest says of it."""
-        return dataclasses.asdict(self)
-
-
-def _adapters_of(config: TrainConfig) -> str:
-    """The options that adapters must share to stand for one another, as a user writes them."""
-    lora = _lora(config.lora)
-    assert lora is not None
-    targets = "all-linear" if lora.targets == LoRA.targets else ",".join(lora.targets)
-    return (
-        f"--lora.rank {lora.rank} --lora.alpha {lora.alpha:g} --lora.targets {targets} "
-        f"--train-layers {config.learn.train_layers}"
-    )
-
-
-def _lora(options: LoRAConfig) -> LoRA | None:
-    """The adapters that options ask for, if any."""
-    try:
-        targets = parse_targets(options.targets)
-    except ValueError as error:
-        raise ConfigError(f"--lora.targets {options.targets}: {error}.") from None
-    return LoRA(options.rank, options.alpha, targets) if options.rank else None
 
 
 def _algorithm(config: TrainConfig) -> Algorithm:
@@ -483,91 +302,3 @@ def _critic(config: TrainConfig, algorithm: Algorithm, model: ModelConfig) -> Cr
         return None
     learn = config.learn
     return CriticNetwork(learn.critic, algorithm.critic, learn.critic_width, model.width, model.vocab_size)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Model:
-    """A model as a name finds it: its configuration and tokenizer, its weights not read yet."""
-
-    path: Path
-    config: ModelConfig
-    tokenizer: TextTokenizer
-    stacks: tuple[Stack, ...]
-    base_dtype: str
-    """Of the base under adapters."""
-
-    @classmethod
-    def find(cls, options: TrainConfig) -> "_Model":
-        name, train_layers = options.model, options.learn.train_layers
-        path = weights.resolve_model(name)
-        config = weights.read_config(path, compute_dtype=_default_dtype())
-        if name == "tiny":
-            tokenizer = TextTokenizer.tiny()
-        elif path.suffix == ".gguf":
-            tokenizer = TextTokenizer.from_gguf(path)
-        else:
-            tokenizer = TextTokenizer.from_pretrained(path)
-        if tokenizer.vocab_size > config.vocab_size:
-            raise ConfigError(
-                f"--model {name}: the tokenizer has {tokenizer.vocab_size} ids and the model only "
-                f"{config.vocab_size}; they do not belong together."
-            )
-        try:
-            stacks = parse_layers(train_layers, config.layers)
-        except ValueError as error:
-            raise ConfigError(f"--train-layers {train_layers}: {error}.") from None
-        base_dtype = _default_dtype() if options.learn.base_dtype == "auto" else options.learn.base_dtype
-        return cls(path, dataclasses.replace(config, lora=_lora(options.lora)), tokenizer, stacks, base_dtype)
-
-    @property
-    def all_trained(self) -> bool:
-        return self.config.lora is None and all(stack.trained for stack in self.stacks)
-
-    @property
-    def _bare(self) -> ModelConfig:
-        """The configuration without adapters."""
-        return dataclasses.replace(self.config, lora=None)
-
-    @property
-    def _types(self) -> Any:
-        """Of the model's own parameters: all float32 where they are trained, else those of a base."""
-        return jnp.float32 if self.config.lora is None else base_types(self.config, self.base_dtype)
-
-    def abstract_trained(self) -> Any:
-        """Shapes and types of the parameters that are trained."""
-        return split_trained(nnx.split(Transformer.abstract(self.config, self.stacks))[1], self.stacks)[0]
-
-    def adapters(self, seed: int) -> Any:
-        """Adapters before any training."""
-        return initial_adapters(self.config, self.stacks, _key(seed, _WEIGHTS))
-
-    def divide(self, whole: Any, seed: int) -> tuple[Any, Any]:
-        """Trained and frozen parameters out of all, whose layers are in one stack; adapters are drawn from the seed."""
-        if len(self.stacks) > 1:
-            whole = restack(nnx.merge(nnx.split(Transformer.abstract(self._bare))[0], whole), self.stacks)
-        if self.config.lora is not None:
-            return self.adapters(seed), cast_base(whole, self._types)
-        return split_trained(whole, self.stacks)
-
-    def unite(self, trained: Any, frozen: Any) -> Any:
-        """All parameters out of the two parts, their layers in one stack; adapters are merged."""
-        model = nnx.merge(nnx.split(Transformer.abstract(self.config, self.stacks))[0], join(trained, frozen))
-        return restack(model, (Stack(self.config.layers),)) if self.config.lora is None else merge_adapters(model)
-
-    def own(self, seed: int) -> tuple[Any, Any]:
-        """Trained and frozen parameters of the model's files or, where it has none, drawn from the seed.
-
-        Those in files are read as they are divided, without a copy.
-        """
-        if self.path.suffix == ".json":
-            return self.divide(jax.jit(functools.partial(weights.init, self._bare))(_key(seed, _WEIGHTS)), seed)
-        dtype = self.config.compute_dtype
-        loaded = weights.load(self.path, compute_dtype=dtype, dtype=self._types, stacks=self.stacks)[1]
-        if self.config.lora is not None:
-            return self.adapters(seed), loaded
-        return split_trained(loaded, self.stacks)
-
-
-def _default_dtype() -> str:
-    """Full precision on the CPU, where it is as fast; bfloat16 on accelerators."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"

@@ -18,10 +18,10 @@ from envs_jax.text.tokenizer import TextTokenizer
 from jaxgrpo.cli import EvalOptions, PlayOptions
 from jaxgrpo.config import ConfigError, resolve
 from jaxgrpo.evaluation import evaluate_scenarios
-from jaxgrpo.export import open_table
 from jaxgrpo.stopping import Exit
 from jaxgrpo.storage import AnyPath, is_stored, open_path, require_writable, write_whole
 from jaxgrpo.trainer import use_compilation_cache
+from jaxgrpo.transcripts import open_table
 
 
 def eval_command(options: EvalOptions) -> int:

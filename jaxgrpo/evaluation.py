@@ -14,11 +14,11 @@ from envs_jax.games import TextGame, TokenizedGame
 from envs_jax.players import Player, players_of
 from jaxgrpo.config import ConfigError, TrainConfig
 from jaxgrpo.episodes import Episodes
-from jaxgrpo.export import Table, transcript
 from jaxgrpo.loops import while_any
 from jaxgrpo.policy import LanguageAgentPolicy, Sampling
 from jaxgrpo.rollout import Keys, chance, play, start
 from jaxgrpo.storage import AnyPath
+from jaxgrpo.transcripts import Table, transcript
 
 _HELD_OUT = 2
 """Folded into a seed's key: the stream that held-out episodes come from, which training never draws from."""
@@ -111,7 +111,7 @@ def evaluate_scenarios(
         episodes: of each scenario, the same for all players.
         temperature: of sampling; 0 is greedy.
         seed: which held-out episodes.
-        export: takes the model's steps as text, see `export.transcript`.
+        export: takes the model's steps as text, see `transcripts.transcript`.
 
     Returns:
         `{"scenarios": {name: {"model": summary, "random": summary, ...}}}`, see `summarise`; where optimal play is
@@ -122,7 +122,8 @@ def evaluate_scenarios(
         GameError: no such scenario.
     """
     # Only here: building needs evaluation, evaluating needs builds.
-    from jaxgrpo.build import build, restore_params
+    from jaxgrpo.beginning import restore_params
+    from jaxgrpo.build import build
 
     if episodes < 1:
         raise ConfigError(f"--episodes {episodes}: must be at least 1.")

@@ -4,7 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jaxgrpo.build import Experiment, build, restore_params
+from jaxgrpo.beginning import restore_params
+from jaxgrpo.build import Experiment, build
 from jaxgrpo.cli import ExportOptions
 from jaxgrpo.config import ConfigError
 from jaxgrpo.stopping import Exit

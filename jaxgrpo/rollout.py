@@ -122,25 +122,7 @@ def play(
     state = jax.tree.map(per_sample, start(game.game, keys.groups))
     own_keys = keys.samples.reshape(episodes)
     chance_keys = per_sample(keys.groups) if share_chance else own_keys
-    ids, length = observe(state)
-
-    def buffer(like: Array, steps: int = limit) -> Array:
-        return jnp.zeros((steps, *like.shape), like.dtype)
-
-    flags = jnp.zeros(episodes, bool)
-    begin = _Play(
-        step=jnp.int32(0),
-        state=state,
-        alive=~flags,
-        observation=buffer(ids, limit + 1).at[0].set(ids),
-        observation_length=buffer(length, limit + 1).at[0].set(length),
-        reply=jax.tree.map(buffer, Reply.blank(episodes, policy.reply_limit)),
-        reward=buffer(jnp.zeros(episodes)),
-        terminated=buffer(flags),
-        truncated=buffer(flags),
-        was_alive=buffer(flags),
-        anchor=buffer(words(state)) if record_anchor else None,
-    )
+    begin = _begin(state, *observe(state), words(state) if record_anchor else None, limit, policy.reply_limit)
 
     def advance(now: _Play) -> _Play:
         t = now.step
@@ -174,6 +156,36 @@ def play(
 
     end = while_any(lambda now: jnp.any(now.alive) & (now.step < limit), advance, begin)
     return _as_episodes(end, game.game, groups, samples)
+
+
+def _begin(
+    state: Any,
+    observation: Int[Array, "episodes tokens"],
+    observation_length: Int[Array, " episodes"],
+    anchor: Int[Array, "episodes words"] | None,
+    limit: int,
+    reply_limit: int,
+) -> _Play:
+    """Games at their start, with room for `limit` steps."""
+
+    def buffer(like: Array, steps: int = limit) -> Array:
+        return jnp.zeros((steps, *like.shape), like.dtype)
+
+    episodes = observation.shape[0]
+    flags = jnp.zeros(episodes, bool)
+    return _Play(
+        step=jnp.int32(0),
+        state=state,
+        alive=~flags,
+        observation=buffer(observation, limit + 1).at[0].set(observation),
+        observation_length=buffer(observation_length, limit + 1).at[0].set(observation_length),
+        reply=jax.tree.map(buffer, Reply.blank(episodes, reply_limit)),
+        reward=buffer(jnp.zeros(episodes)),
+        terminated=buffer(flags),
+        truncated=buffer(flags),
+        was_alive=buffer(flags),
+        anchor=None if anchor is None else buffer(anchor),
+    )
 
 
 def _as_episodes(end: _Play, game: TextGame, groups: int, samples: int) -> Episodes:

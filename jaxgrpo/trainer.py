@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from jaxgrpo import export, report
+from jaxgrpo import report, transcripts
 from jaxgrpo.checkpoints import Checkpoints, bytes_of
 from jaxgrpo.config import ConfigError, TrainConfig
 from jaxgrpo.display import Display
@@ -235,12 +235,12 @@ class _Session:
         self.writers: list[Writer] = [record, *self.views]
         for writer in self.writers:
             writer.begin(self.iteration)
-        self.episodes: export.EpisodeLog | None = None
+        self.episodes: transcripts.EpisodeLog | None = None
         if is_stored(self.folder.path):
             return  # episodes are exported here alone, see `require_views`
-        export.cut(Path(self.folder.episodes), after=self.iteration)
+        transcripts.cut(Path(self.folder.episodes), after=self.iteration)
         if self.config.run.export_episodes:
-            log = export.EpisodeLog(Path(self.folder.episodes))
+            log = transcripts.EpisodeLog(Path(self.folder.episodes))
             self.episodes = self.opened.enter_context(contextlib.closing(log))
 
     def _record_session(self) -> None:

@@ -21,7 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import jaxgrpo
 from envs_jax.games import make_game, tokenize_game
 from envs_jax.text.tokenizer import TextTokenizer
-from jaxgrpo.build import restore_params
+from jaxgrpo.beginning import restore_params
 from jaxgrpo.checkpoints import Checkpoints
 from jaxgrpo.cli import EvalOptions, TrainOptions, main, read_options, train_config
 from jaxgrpo.config import ConfigError, TrainConfig, flatten, resolve

@@ -15,7 +15,8 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jaxgrpo.build import Experiment, build, restore_params
+from jaxgrpo.beginning import restore_params
+from jaxgrpo.build import Experiment, build
 from jaxgrpo.checkpoints import Checkpoints, bytes_of
 from jaxgrpo.cli import main
 from jaxgrpo.config import ConfigError, resolve

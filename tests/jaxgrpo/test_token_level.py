@@ -12,7 +12,8 @@ import pytest
 
 from jaxgrpo.algorithms.algorithm import RowRecord
 from jaxgrpo.algorithms.etpo import ETPO
-from jaxgrpo.build import Experiment, restore_params
+from jaxgrpo.beginning import restore_params
+from jaxgrpo.build import Experiment
 from jaxgrpo.checkpoints import Checkpoints
 from jaxgrpo.config import ConfigError, HyperParameters, resolve
 from jaxgrpo.episodes import Episodes

@@ -11,11 +11,11 @@ import pytest
 
 from jaxgrpo import trainer
 from jaxgrpo.config import ConfigError, TrainConfig, resolve
-from jaxgrpo.export import cut, open_table
 from jaxgrpo.records import read_rows
 from jaxgrpo.rollout import Keys
 from jaxgrpo.train_step import play_key
 from jaxgrpo.trainer import train
+from jaxgrpo.transcripts import cut, open_table
 from tests.jaxgrpo.experiments import compiled, small
 from tests.jaxgrpo.toy import Toy
 

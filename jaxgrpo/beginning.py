@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from envs_jax.text.tokenizer import TextTokenizer
 from jaxgrpo.checkpoints import Checkpoints
@@ -16,6 +18,8 @@ from jaxgrpo.config import ConfigError, LoRAConfig, TrainConfig, with_options
 from jaxgrpo.model import weights
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.lora import LoRA, parse_targets
+from jaxgrpo.model.placement import file_shardings, make_placed, placed
+from jaxgrpo.model.sharding import check_fits, make_mesh
 from jaxgrpo.model.trained import (
     base_types,
     cast_base,
@@ -82,15 +86,19 @@ class Beginning:
     asks for them may give them away.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, devices: Sequence[Any] | None = None) -> None:
         """Finds the model and, with `init_from`, the checkpoint; no parameter is read yet.
+
+        Args:
+            config: of the run.
+            devices: that parameters are divided among; None is all that there are.
 
         Raises:
             ConfigError: options that do not go together, or no such checkpoint.
             WeightsError: the model is absent, damaged or unknown.
             UnsupportedModelError: the model has a feature that is not computed here.
         """
-        self.model = NamedModel.find(config)
+        self.model = NamedModel.find(config, devices)
         self.start = _Start.find(config)
         self._config = config
         self._frozen: Any = nnx.State({}) if self.model.all_trained else None
@@ -222,10 +230,12 @@ class NamedModel:
     stacks: tuple[Stack, ...]
     base_dtype: str
     """Of the base under adapters."""
+    mesh: Mesh | None
+    """Of the devices that parameters are divided among; None is a single device."""
 
     @classmethod
-    def find(cls, options: TrainConfig) -> "NamedModel":
-        """The model that a configuration names."""
+    def find(cls, options: TrainConfig, devices: Sequence[Any] | None = None) -> "NamedModel":
+        """The model that a configuration names, for the devices given or, without, all that there are."""
         name, train_layers = options.model, options.learn.train_layers
         path = weights.resolve_model(name)
         config = weights.read_config(path, compute_dtype=_default_dtype())
@@ -245,7 +255,12 @@ class NamedModel:
         except ValueError as error:
             raise ConfigError(f"--train-layers {train_layers}: {error}.") from None
         base_dtype = _default_dtype() if options.learn.base_dtype == "auto" else options.learn.base_dtype
-        return cls(path, dataclasses.replace(config, lora=_lora(options.lora)), tokenizer, stacks, base_dtype)
+        try:
+            mesh = make_mesh(options.run.mesh, jax.devices() if devices is None else devices)
+            check_fits(mesh, config)
+        except ValueError as error:
+            raise ConfigError(f"--mesh {options.run.mesh}: {error}.") from None
+        return cls(path, dataclasses.replace(config, lora=_lora(options.lora)), tokenizer, stacks, base_dtype, mesh)
 
     @property
     def all_trained(self) -> bool:
@@ -263,12 +278,15 @@ class NamedModel:
         return jnp.float32 if self.config.lora is None else base_types(self.config, self.base_dtype)
 
     def abstract_trained(self) -> Any:
-        """Shapes and types of the parameters that are trained."""
-        return split_trained(nnx.split(Transformer.abstract(self.config, self.stacks))[1], self.stacks)[0]
+        """Shapes, types and places of the parameters that are trained."""
+        whole = nnx.split(Transformer.abstract(self.config, self.stacks))[1]
+        return placed(self.mesh, split_trained(whole, self.stacks)[0])
 
     def adapters(self, seed: int) -> Any:
         """Adapters before any training."""
-        return initial_adapters(self.config, self.stacks, key_for(seed, WEIGHTS))
+        return make_placed(self.mesh, functools.partial(initial_adapters, self.config, self.stacks))(
+            key_for(seed, WEIGHTS)
+        )
 
     def divide(self, whole: Any, seed: int) -> tuple[Any, Any]:
         """Trained and frozen parameters out of all, whose layers are in one stack; adapters are drawn from the seed."""
@@ -289,9 +307,15 @@ class NamedModel:
         Those in files are read as they are divided, without a copy.
         """
         if self.path.suffix == ".json":
-            return self.divide(jax.jit(functools.partial(weights.init, self._bare))(key_for(seed, WEIGHTS)), seed)
-        dtype = self.config.compute_dtype
-        loaded = weights.load(self.path, compute_dtype=dtype, dtype=self._types, stacks=self.stacks)[1]
+            draw = make_placed(self.mesh, functools.partial(weights.init, self._bare))
+            return self.divide(draw(key_for(seed, WEIGHTS)), seed)
+        loaded = weights.load(
+            self.path,
+            compute_dtype=self.config.compute_dtype,
+            shardings=file_shardings(self.mesh, self._bare),
+            dtype=self._types,
+            stacks=self.stacks,
+        )[1]
         if self.config.lora is not None:
             return self.adapters(seed), loaded
         return split_trained(loaded, self.stacks)

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from envs_jax.games import TokenizedGame, make_game, tokenize_game
 from envs_jax.text.reader import CLOSE, OPEN
@@ -25,6 +26,8 @@ from jaxgrpo.episodes import Episodes
 from jaxgrpo.evaluation import Outcome, play_policy
 from jaxgrpo.model import weights
 from jaxgrpo.model.config import ModelConfig
+from jaxgrpo.model.placement import make_placed, placed
+from jaxgrpo.model.sharding import everywhere, on_mesh, replicated
 from jaxgrpo.model.trained import (
     add_nothing,
     join,
@@ -34,6 +37,8 @@ from jaxgrpo.model.transformer import Transformer
 from jaxgrpo.policy import LanguageAgentPolicy
 from jaxgrpo.train_step import Fixed, Metrics, TrainState, TrainStep
 from jaxgrpo.transcripts import transcript
+
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,6 +61,11 @@ class Experiment:
         return self._beginning.model
 
     @property
+    def mesh(self) -> Mesh | None:
+        """The devices that arrays are divided among; None is a single device."""
+        return self._model.mesh
+
+    @property
     def policy(self) -> LanguageAgentPolicy:
         """The language-agent policy."""
         return self.train_step.policy
@@ -64,7 +74,7 @@ class Experiment:
     def hyperparameters(self) -> HyperParameters:
         """The configuration's traced numbers."""
         with jax.ensure_compile_time_eval():  # kept: asked for first inside of a trace, they must be none of its values
-            return HyperParameters.from_config(self.config)
+            return everywhere(self.mesh, HyperParameters.from_config(self.config))
 
     @property
     def origin(self) -> dict[str, Any] | None:
@@ -89,24 +99,29 @@ class Experiment:
 
     def init(self) -> TrainState:
         """The state before the first iteration."""
-        return self._state(self.initial_params())
+        params = self.initial_params()
+        return make_placed(self.mesh, lambda x: self._state(x).replace(params=None))(params).replace(params=params)
 
     def template(self) -> TrainState:
         """A state whose arrays are like those of `init`; no parameters are read for it."""
-        return self._state(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._model.abstract_trained()))
+        abstract = self.abstract_state()
+        return make_placed(self.mesh, lambda: jax.tree.map(_blank, abstract))()
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, types and places of the state, without a value."""
+        return placed(self.mesh, jax.eval_shape(self._state, self._model.abstract_trained()))
 
     def on(self, game: str) -> "Experiment":
         """The same model, beginning and options with another game."""
         return _build(dataclasses.replace(self.config, game=game), self._beginning)
 
     def _state(self, params: Any) -> TrainState:
+        step, seed, hyperparameters = self.train_step, self.config.seed, HyperParameters.from_config(self.config)
         return TrainState(
             params=params,
-            opt_state=jax.jit(self.train_step.init_optimizer)(params, self.hyperparameters),
-            algorithm_state=self.train_step.init_critic(
-                key_for(self.config.seed, CRITIC), params, self.hyperparameters
-            ),
-            key=key_for(self.config.seed, RUN),
+            opt_state=step.init_optimizer(params, hyperparameters),
+            algorithm_state=step.init_critic(key_for(seed, CRITIC), params, hyperparameters),
+            key=key_for(seed, RUN),
             iteration=jnp.int32(0),
         )
 
@@ -117,17 +132,17 @@ class Experiment:
             state: where training stands.
             hyperparameters: traced numbers; changing them does not recompile.
         """
-        return self._compiled(state, self.fixed, hyperparameters)
+        return self._call(self._compiled, state, self.fixed, hyperparameters)
 
     def rollout(self, state: TrainState, hyperparameters: HyperParameters) -> Episodes:
         """The first half of `step`, compiled on its own: the iteration's episodes. The state is not donated."""
-        return self._compiled_rollout(state, self.fixed, hyperparameters)
+        return self._call(self._compiled_rollout, state, self.fixed, hyperparameters)
 
     def update(
         self, state: TrainState, episodes: Episodes, hyperparameters: HyperParameters
     ) -> tuple[TrainState, Metrics]:
         """The second half of `step`, compiled on its own: learns from the episodes of `rollout`. Donates the state."""
-        return self._compiled_update(state, episodes, self.fixed, hyperparameters)
+        return self._call(self._compiled_update, state, episodes, self.fixed, hyperparameters)
 
     def transcript(self, episodes: Episodes, iteration: int) -> Iterator[dict[str, Any]]:
         """Episodes of training as rows of text, see `transcripts.transcript`, made as they are read."""
@@ -147,7 +162,8 @@ class Experiment:
             seed: which held-out episodes.
             keep_episodes: whether to return the episodes themselves as well.
         """
-        return play_policy(
+        return self._call(
+            play_policy,
             self.policy,
             self.game.scored,
             params if self._model.all_trained else join(params, self.fixed.params),
@@ -157,6 +173,11 @@ class Experiment:
             rows=self.config.play.rollout_rows,
             keep_episodes=keep_episodes,
         )
+
+    def _call(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+        """Calls what is traced for the mesh; the arguments are made outside of it, for their own devices."""
+        with on_mesh(self.mesh):
+            return function(*args, **kwargs)
 
     def save_pretrained(self, folder: Path, params: Any, *, dtype: str = "float32") -> None:
         """Writes the whole model and its tokenizer as Hugging Face files, which transformers and `--model` load.
@@ -210,23 +231,40 @@ class Experiment:
         def train_step(*args: Any) -> Any:  # for its name, which profiles and warnings show
             return self.train_step(*args)
 
-        return jax.jit(train_step, donate_argnums=0)
+        return jax.jit(train_step, donate_argnums=0, out_shardings=self._after)
 
     @functools.cached_property
     def _compiled_rollout(self) -> Any:
-        return jax.jit(self.train_step.rollout)
+        return jax.jit(self.train_step.rollout, out_shardings=replicated(self.mesh))
 
     @functools.cached_property
     def _compiled_update(self) -> Any:
-        return jax.jit(self.train_step.update, donate_argnums=0)
+        return jax.jit(self.train_step.update, donate_argnums=0, out_shardings=self._after)
+
+    @property
+    def _after(self) -> Any:
+        """Where a state and metrics lie after an iteration: the state as before it, metrics everywhere."""
+        if self.mesh is None:
+            return None
+        return jax.tree.map(lambda x: x.sharding, self.abstract_state()), replicated(self.mesh)
 
     @functools.cached_property
     def _advantages(self) -> Any:
         return jax.jit(self.train_step.algorithm.advantages)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def build(config: TrainConfig) -> Experiment:
+def _blank(abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    if jnp.issubdtype(abstract.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), abstract.shape)
+    return jnp.zeros(abstract.shape, abstract.dtype)
+
+
+def build(config: TrainConfig, devices: Sequence[Any] | None = None) -> Experiment:
     """The experiment a configuration describes.
+
+    Args:
+        config: the configuration.
+        devices: that arrays are divided among as `--mesh` says; None is all that there are.
 
     Raises:
         ConfigError: options that do not go together.
@@ -235,7 +273,7 @@ def build(config: TrainConfig) -> Experiment:
         WeightsError: the model is absent, damaged or unknown.
         UnsupportedModelError: the model has a feature that is not computed here.
     """
-    return _build(config, Beginning(config))
+    return _build(config, Beginning(config, devices))
 
 
 def _build(config: TrainConfig, beginning: Beginning) -> Experiment:

@@ -187,6 +187,8 @@ class RunConfig:
     """Iterations between those whose steps are written to episodes.jsonl: prompt, reply, reward, ...; 0 is never."""
     profile: int = 0
     """Iterations to profile, from the session's third: a trace and the seconds of the parts, in profile/."""
+    mesh: str = "auto"
+    """Devices that a run is divided among: sizes of data, fsdp and tensor such as fsdp=8; "auto": all, along fsdp."""
     compilation_cache: bool = True
     """Keep compiled programs between runs (in $JAX_COMPILATION_CACHE_DIR or ~/.cache/jaxgrpo)."""
 

@@ -24,6 +24,7 @@ from jaxgrpo import token_statistics as statistics
 from jaxgrpo.episodes import CLOSED, CUT, ENDED, Reply
 from jaxgrpo.loops import while_any
 from jaxgrpo.model.cache import DecodeCache, Prefix
+from jaxgrpo.model.sharding import constrain
 from jaxgrpo.model.transformer import LayerParams, Transformer
 from jaxgrpo.sampling import draw
 from jaxgrpo.token_statistics import Scores, TokenStatistics
@@ -172,8 +173,8 @@ class LanguageAgentPolicy:
             sampling: temperature and nucleus.
             playing: rows whose reply is wanted; nobody waits for the others, whose replies are cut short.
         """
-        model = self.model(params)
-        layers = model.decode_params()
+        model = self.model(params).for_decoding()
+        layers, prefix = model.decode_params(), prefix.whole()
         rows, tokens = observation.shape
         opening = jnp.asarray(self.opening, jnp.int32)
         block = jnp.concatenate([observation, jnp.broadcast_to(opening, (rows, len(opening)))], axis=1)
@@ -340,7 +341,8 @@ class LanguageAgentPolicy:
         allowed = self._allowed(state, remaining, jnp.arange(logits.shape[-1], dtype=jnp.int32))
         # A finished row may have nothing left to choose; token 0 keeps its numbers finite and is never used.
         allowed = allowed.at[:, 0].set(allowed[:, 0] | ~jnp.any(allowed, axis=1))
-        return *draw(uniform, jnp.where(allowed, logits, -jnp.inf), **options), jnp.sum(allowed, axis=1) > 1
+        logits = constrain(jnp.where(allowed, logits, -jnp.inf), "draws", None)
+        return *draw(uniform, logits, **options), jnp.sum(allowed, axis=1) > 1
 
     def _allowed(
         self, state: Int[Array, " rows"], remaining: Int[Array, " rows"], ids: Int[Array, " some"]

@@ -11,6 +11,7 @@ from jaxgrpo.anchors import state_words
 from jaxgrpo.episodes import Episodes, Reply
 from jaxgrpo.loops import for_count, while_any
 from jaxgrpo.model.cache import Prefix
+from jaxgrpo.model.sharding import whole_rows
 from jaxgrpo.policy import LanguageAgentPolicy, Sampling
 
 
@@ -220,10 +221,12 @@ def _reply_in_parts(
 ) -> Reply:
     """Replies of the episodes that are alive, `rows` at a time; the replies of the others are blank.
 
-    Living episodes are brought to the front, and only as many parts are played as they fill.
+    Living episodes are brought to the front, and only as many parts are played as they fill. On a mesh a part is made
+    large enough to be divided evenly.
     """
     episodes = alive.shape[0]
-    if rows >= episodes:
+    rows = whole_rows(min(rows, episodes))
+    if rows == episodes:
         reply = policy.respond(params, prefix, observation, observation_length, keys, sampling, alive)
         return _blank_where(~alive, reply)
     order = jnp.argsort(~alive, stable=True)

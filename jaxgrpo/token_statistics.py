@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxgrpo.model.sharding import constrain, vocabulary_shards
 from jaxgrpo.sampling import tempered
 
 _LARGEST_CHUNK = 16_384
@@ -183,26 +184,37 @@ class _Constants(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of the heads, a chunk of each, and the id of the first."""
+    """Rows of the heads, a chunk of each, and their ids, which are no token's where a chunk is filled up."""
 
-    first: Int[Array, "*chunks"]
+    ids: Int[Array, "*chunks chunk"]
     policy: Float[Array, "*chunks chunk width"]
     reference: Float[Array, "*chunks chunk width"] | None
     critic: Float[Array, "*chunks chunk critic_width"] | None
 
 
 def _rows(head: Array, constants: _Constants) -> _Rows:
-    """All heads cut into chunks, filled up with zeros."""
-    vocab = head.shape[0]
-    chunk = chunk_size(vocab)
+    """All heads cut into chunks."""
+    reference, critic = (scores and _cut(scores.head) for scores in (constants.reference, constants.critic))
+    ids = jnp.arange(head.shape[0], dtype=jnp.int32)
+    return _Rows(_cut(ids, fill=head.shape[0]), _cut(head), reference, critic)
 
-    def cut(rows: Array) -> Array:
-        padded = jnp.pad(rows, ((0, -vocab % chunk), (0, 0))) if vocab % chunk else rows
-        return padded.reshape(-1, chunk, rows.shape[1])
 
-    reference, critic = (scores and cut(scores.head) for scores in (constants.reference, constants.critic))
-    rows = cut(head)
-    return _Rows(jnp.arange(rows.shape[0], dtype=jnp.int32) * chunk, rows, reference, critic)
+def _cut(rows: Shaped[Array, " vocab *rest"], fill: int = 0) -> Shaped[Array, "chunks chunk *rest"]:
+    """Rows in chunks, filled up with `fill`; of a head that is divided among devices each has its part of every one."""
+    shards, rest = vocabulary_shards(rows.shape[0]), rows.shape[1:]
+    chunk = chunk_size(rows.shape[0] // shards, _LARGEST_CHUNK // shards)
+    rows = rows.reshape(shards, -1, *rest)
+    if short := -rows.shape[1] % chunk:
+        rows = jnp.pad(rows, ((0, 0), (0, short), *[(0, 0)] * len(rest)), constant_values=fill)
+    chunks = jnp.swapaxes(rows.reshape(shards, -1, chunk, *rest), 0, 1).reshape(-1, shards * chunk, *rest)
+    return constrain(chunks, None, "vocab", *[None] * len(rest))
+
+
+def _joined(chunks: Shaped[Array, "chunks chunk *rest"], vocab: int) -> Shaped[Array, " vocab *rest"]:
+    """The rows that were cut into chunks."""
+    shards, rest = vocabulary_shards(vocab), chunks.shape[2:]
+    rows = jnp.swapaxes(chunks.reshape(chunks.shape[0], shards, -1, *rest), 0, 1).reshape(shards, -1, *rest)
+    return rows[:, : vocab // shards].reshape(vocab, *rest)
 
 
 class _Chunk(NamedTuple):
@@ -216,10 +228,9 @@ class _Chunk(NamedTuple):
     @classmethod
     def make(cls, plan: _Plan, z: Array, rows: _Rows, constants: _Constants) -> "_Chunk":
         """The chunk in which the policy's tempered logits are `z`."""
-        ids = rows.first + jnp.arange(z.shape[1], dtype=jnp.int32)
-        mask = (ids < plan.vocab_size)[None, :]
+        mask = (rows.ids < plan.vocab_size)[None, :]
         if constants.allowed is not None:
-            mask = mask & constants.allowed(ids)
+            mask = mask & constants.allowed(rows.ids)
         reference = q = None
         if constants.critic is not None:
             q = plan.logits(constants.critic.hidden, rows.critic)
@@ -336,16 +347,16 @@ def _moments_backward(plan: _Plan, residual: Any, cotangents: dict[str, Any]) ->
 
     nothing = jnp.zeros(policy.hidden.shape, jnp.float32)
     by_hidden, by_rows = jax.lax.scan(add, nothing, _rows(policy.head, constants))
-    by_head = None if by_rows is None else by_rows.reshape(-1, policy.head.shape[1])[: policy.head.shape[0]]
+    by_head = None if by_rows is None else _joined(by_rows, policy.head.shape[0])
     return Scores(by_hidden.astype(policy.hidden.dtype), by_head), None  # pyright: ignore[reportArgumentType]
 
 
 _moments.defvjp(_moments_forward, _moments_backward, symbolic_zeros=True)
 
 
-def chunk_size(vocab: int) -> int:
-    """The largest divisor of the vocabulary that is at most 16,384, or that number where divisors are all small."""
-    if vocab <= _LARGEST_CHUNK:
+def chunk_size(vocab: int, largest: int = _LARGEST_CHUNK) -> int:
+    """The largest divisor of the vocabulary that is at most `largest`, or that number where divisors are all small."""
+    if vocab <= largest:
         return vocab
-    divisors = (vocab // n for n in range(2, vocab // 1024) if vocab % n == 0)
-    return next((size for size in divisors if size <= _LARGEST_CHUNK), _LARGEST_CHUNK)
+    divisors = (vocab // n for n in range(2, 16 * vocab // largest) if vocab % n == 0)
+    return next((size for size in divisors if size <= largest), largest)

@@ -18,6 +18,8 @@ from jaxgrpo.critic import CriticNetwork
 from jaxgrpo.episodes import CLOSED, CUT, ENDED, Episodes, Rows, build_rows
 from jaxgrpo.loops import for_count
 from jaxgrpo.model.cache import Prefix
+from jaxgrpo.model.placement import constrain_params
+from jaxgrpo.model.sharding import constrain_rows, whole_rows
 from jaxgrpo.model.trained import join
 from jaxgrpo.optimizer import make_optimizer, polyak, scheduled, within_target_kl
 from jaxgrpo.policy import LanguageAgentPolicy, Sampling
@@ -271,7 +273,7 @@ class TrainStep:
         self, order: Int[Array, " capacity"], first: Int[Array, ""] | int, last: Int[Array, ""]
     ) -> tuple[Int[Array, ""], Any]:
         """How many micro-batches positions `first` to `last` fill, and a function to the i-th's rows and mask."""
-        size = min(self.config.learn.micro_batch, order.shape[0])
+        size = whole_rows(min(self.config.learn.micro_batch, order.shape[0]))
         padded = jnp.pad(order, (0, size))
 
         def at(i: Array) -> tuple[Int[Array, " size"], Bool[Array, " size"]]:
@@ -296,7 +298,7 @@ class TrainStep:
 
         def body(i: Array, found: dict[Statistic, Array]) -> dict[Statistic, Array]:
             index, present = at(i)
-            batch = rows.take(index, present)
+            batch = constrain_rows(rows.take(index, present))
             some = self._statistics(reads, networks, prefixes, fixed, reference, batch, hp)
             place = jnp.where(present, index, rows.weight.shape[0])
             return {name: x.at[place].set(some[name], mode="drop") for name, x in found.items()}
@@ -404,20 +406,23 @@ class TrainStep:
 
         def micro_batch(i: Array) -> tuple[tuple[Any, Any], _Report]:
             index, present = at(i)
-            return jax.grad(loss, argnums=(0, 1), has_aux=True)(networks, prefixes, rows.take(index, present))
+            batch = constrain_rows(rows.take(index, present))
+            return jax.grad(loss, argnums=(0, 1), has_aux=True)(networks, prefixes, batch)
 
         parts, at = self._micro_batches(order, *span)
         no_report = jax.eval_shape(lambda i: micro_batch(i)[1], jnp.int32(0))
         no_report = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), no_report)
-        nothing = jax.tree.map(jnp.zeros_like, (networks, prefixes)), no_report
+        # Summed in float32, whatever type the prefix is computed in.
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (networks, prefixes))
 
         def accumulate(i: Array, so_far: Any) -> Any:
-            (grads, report), (more, another) = so_far, micro_batch(i)
-            return jax.tree.map(jnp.add, grads, more), report.merge(another)
+            ((grads, through), report), ((more, and_through), another) = so_far, micro_batch(i)
+            grads = constrain_params(jax.tree.map(jnp.add, grads, more))
+            return (grads, jax.tree.map(jnp.add, through, and_through)), report.merge(another)
 
-        (grads, prefix_grads), report = for_count(parts, accumulate, nothing)
-        through_prefix = prefix_vjp(prefix_grads)[0]
-        return jax.tree.map(jnp.add, grads, through_prefix), report
+        (grads, through), report = for_count(parts, accumulate, (nothing, no_report))
+        through = jax.tree.map(lambda g, x: g.astype(x.dtype), through, prefixes)
+        return constrain_params(jax.tree.map(jnp.add, grads, prefix_vjp(through)[0])), report
 
     def _scheduled(self, hp: HyperParameters, iteration: Int[Array, ""]) -> Float[Array, ""]:
         return scheduled(hp, iteration, self.config.optimizer.schedule)

@@ -54,9 +54,10 @@ def attend(
     mask: Bool[Array, "batch tokens slots"],
     prefix_keys: Float[Array, "prefix kv_heads head_dim"],
     prefix_values: Float[Array, "prefix kv_heads head_dim"],
+    prefix_length: int,
     precision: jax.lax.Precision,
 ) -> Float[Array, "batch tokens heads head_dim"]:
-    """Softmax attention of every query to the whole prefix and to the slots its mask admits.
+    """Softmax attention of every query to `prefix_length` tokens of the prefix and to the slots its mask admits.
 
     The prefix has no batch axis: its products are two large matrix products for all rows together.
     Scores and softmax are float32; the result has the type of `queries`.
@@ -68,6 +69,8 @@ def attend(
     own = jnp.einsum("btkgd,bskd->btkgs", grouped, keys, **float32)
     own = jnp.where(mask[:, :, None, None, :], own, MASKED)
     shared = jnp.einsum("btkgd,pkd->btkgp", grouped, prefix_keys, **float32)
+    if prefix_length < prefix_keys.shape[0]:
+        shared = jnp.where(jnp.arange(prefix_keys.shape[0]) < prefix_length, shared, MASKED)
     weights = jax.nn.softmax(jnp.concatenate([shared, own], axis=-1), axis=-1).astype(queries.dtype)
     shared, own = jnp.split(weights, [prefix_keys.shape[0]], axis=-1)
     mixed = jnp.einsum("btkgs,bskd->btkgd", own, values, **float32)

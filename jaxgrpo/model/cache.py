@@ -7,6 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxgrpo.model.config import ModelConfig
+from jaxgrpo.model.sharding import constrain, kv_copies
+
+CACHE_AXES = ("rows", None, "kv_heads", None)
+"""Logical axes of a layer's keys, or values, of rows."""
 
 
 @jax.tree_util.register_dataclass
@@ -14,18 +18,22 @@ from jaxgrpo.model.config import ModelConfig
 class Prefix:
     """Keys and values of the static prompt, computed once and attended to by every row: no batch axis.
 
+    On a mesh the tokens are divided among the devices that share rows, and filled up to a number they can divide; a key
+    or value head is held once for each tensor shard that has queries for it (`sharding.kv_copies`).
+
     Attributes:
-        keys: rotated keys, one array a stack of layers; `prefix` is the number of prompt tokens and may be 0.
+        keys: rotated keys, one array a stack of layers, `prefix` tokens, which may be none.
         values: values.
+        length: number of prompt tokens, which is also the position of a row's first token; what lies beyond is filling.
     """
 
     keys: tuple[Float[Array, "_ prefix kv_heads head_dim"], ...]
     values: tuple[Float[Array, "_ prefix kv_heads head_dim"], ...]
+    length: int = dataclasses.field(metadata={"static": True})
 
-    @property
-    def length(self) -> int:
-        """Number of prompt tokens, which is also the position of a row's first token."""
-        return self.keys[0].shape[1]
+    def whole(self) -> "Prefix":
+        """The prefix with all tokens on every device, as decoding reads it again and again."""
+        return jax.tree.map(lambda x: constrain(x, None, None, "kv_heads", None), self)
 
     def by_layer(self) -> list[tuple[Array, Array]]:
         """Keys and values of each layer, `[prefix, kv_heads, head_dim]`, from the lowest up."""
@@ -62,14 +70,14 @@ class DecodeCache:
 
     def take(self, index: Int[Array, " some"]) -> "DecodeCache":
         """A cache of some of the rows, by number."""
-        keys, values, valid = jax.tree.map(lambda x: x[index], (self.keys, self.values, self.valid))
-        return DecodeCache(keys, values, valid, self.cursor)
+        keys, values = jax.tree.map(lambda x: constrain(x[index], *CACHE_AXES), (self.keys, self.values))
+        return DecodeCache(keys, values, self.valid[index], self.cursor)
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> DecodeCache:
     """A cache of `slots` empty slots for each of `batch` rows."""
-    shape = (batch, slots, config.kv_heads, config.head_dim)
-    zeros = tuple(jnp.zeros(shape, config.dtype) for _ in range(config.layers))
+    shape = (batch, slots, config.kv_heads * kv_copies(config), config.head_dim)
+    zeros = tuple(constrain(jnp.zeros(shape, config.dtype), *CACHE_AXES) for _ in range(config.layers))
     return DecodeCache(zeros, zeros, jnp.zeros((batch, slots), bool), jnp.zeros((), jnp.int32))
 
 

@@ -21,11 +21,15 @@ from jaxgrpo.model.attention import attend, rope_angles, rope_frequencies, rotat
 from jaxgrpo.model.cache import DecodeCache, Prefix, empty_cache, write_slots
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.lora import A_SUFFIX, B_SUFFIX, LINEAR
+from jaxgrpo.model.sharding import Axes, constrain, gathered, kv_copies, whole_rows
 
 # Scanning a layer stack keeps compilation short; below this many layers a CPU loses more to the loop than it gains.
 UNROLLED_LAYERS = 4
 
 LayerParams = Mapping[str, Array]
+
+RowAxes = tuple[str | None, str | None]
+"""Logical axes of the rows and of the tokens in them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Declaration:
     """
 
     shape: tuple[int, ...]
-    axes: tuple[str, ...]
+    axes: Axes
     init: str = "normal"
     dtype: Any = jnp.float32
 
@@ -59,64 +63,82 @@ class Declaration:
         return jnp.full(self.shape, {"zeros": 0, "ones": 1}[self.init], self.dtype)
 
 
+OUTSIDE_LAYERS: Mapping[str, Axes] = {
+    "embedding": ("vocab", "embed"),
+    "final_norm": ("stream",),
+    "head_matrix": ("vocab", "embed"),
+}
+_OF_LAYERS: Mapping[str, Axes] = {
+    "attention_norm": ("stream",),
+    "query": ("heads", "head_dim", "embed"),
+    "key": ("kv_heads", "head_dim", "embed"),
+    "value": ("kv_heads", "head_dim", "embed"),
+    "output": ("embed", "heads", "head_dim"),
+    "ffn_norm": ("stream",),
+    "gate": ("ffn", "embed"),
+    "up": ("ffn", "embed"),
+    "down": ("embed", "ffn"),
+    "query_bias": ("heads", "head_dim"),
+    "key_bias": ("kv_heads", "head_dim"),
+    "value_bias": ("kv_heads", "head_dim"),
+    "output_bias": ("stream",),
+    "query_norm": ("head_dim",),
+    "key_norm": ("head_dim",),
+}
+
+
+def axes_of(name: str) -> Axes:
+    """Logical axes of a parameter by its name in `declare` or `declare_adapters`, `layers` first where it is stacked.
+
+    `embed` and `stream` are both the width of the residual stream: vectors along it are too small to be divided.
+    """
+    short = name.removeprefix("layers.")
+    if short == name:
+        return OUTSIDE_LAYERS[name]
+    target = short.removesuffix(A_SUFFIX).removesuffix(B_SUFFIX)
+    axes = _OF_LAYERS[target]
+    if target == short:
+        return ("layers", *axes)
+    into = len(axes) - len(LINEAR[target].into)
+    return ("layers", "rank", *axes[into:]) if short.endswith(A_SUFFIX) else ("layers", *axes[:into], "rank")
+
+
 def declare(config: ModelConfig) -> dict[str, Declaration]:
     """Every parameter of the model by name; those of the layers start with `layers.` and are stacked on axis 0."""
+    absent = {"head_matrix"} if config.tie_embeddings else set()
+    if not config.qkv_bias:
+        absent |= {"query_bias", "key_bias", "value_bias"}
+    if not config.output_bias:
+        absent |= {"output_bias"}
+    if not config.qk_norm:
+        absent |= {"query_norm", "key_norm"}
+    names = [*OUTSIDE_LAYERS, *(f"layers.{name}" for name in _OF_LAYERS)]
+    return {name: _declared(name, config) for name in names if name.removeprefix("layers.") not in absent}
+
+
+def _declared(name: str, config: ModelConfig) -> Declaration:
     sizes = {
         "layers": config.layers,
         "vocab": config.vocab_size,
         "embed": config.width,
+        "stream": config.width,
         "heads": config.heads,
         "kv_heads": config.kv_heads,
         "head_dim": config.head_dim,
         "ffn": config.ffn,
+        "rank": config.lora.rank if config.lora else 0,
     }
-
-    def parameter(*axes: str, init: str = "normal") -> Declaration:
-        return Declaration(tuple(sizes[axis] for axis in axes), axes, init)
-
-    def layer(*axes: str, init: str = "normal") -> Declaration:
-        return parameter("layers", *axes, init=init)
-
-    table = {
-        "embedding": parameter("vocab", "embed"),
-        "final_norm": parameter("embed", init="ones"),
-        "layers.attention_norm": layer("embed", init="ones"),
-        "layers.query": layer("heads", "head_dim", "embed"),
-        "layers.key": layer("kv_heads", "head_dim", "embed"),
-        "layers.value": layer("kv_heads", "head_dim", "embed"),
-        "layers.output": layer("embed", "heads", "head_dim"),
-        "layers.ffn_norm": layer("embed", init="ones"),
-        "layers.gate": layer("ffn", "embed"),
-        "layers.up": layer("ffn", "embed"),
-        "layers.down": layer("embed", "ffn"),
-    }
-    if not config.tie_embeddings:
-        table["head_matrix"] = parameter("vocab", "embed")
-    if config.qkv_bias:
-        table["layers.query_bias"] = layer("heads", "head_dim", init="zeros")
-        table["layers.key_bias"] = layer("kv_heads", "head_dim", init="zeros")
-        table["layers.value_bias"] = layer("kv_heads", "head_dim", init="zeros")
-    if config.output_bias:
-        table["layers.output_bias"] = layer("embed", init="zeros")
-    if config.qk_norm:
-        table["layers.query_norm"] = layer("head_dim", init="ones")
-        table["layers.key_norm"] = layer("head_dim", init="ones")
-    return table
+    kinds = {"norm": "ones", "bias": "zeros", A_SUFFIX: "fan_in", B_SUFFIX: "zeros"}
+    init = next((init for end, init in kinds.items() if name.endswith(end)), "normal")
+    axes = axes_of(name)
+    return Declaration(tuple(sizes[str(axis)] for axis in axes), axes, init)
 
 
 def declare_adapters(config: ModelConfig) -> dict[str, Declaration]:
     """The A and B of every adapter by name, stacked over all layers; none where `config.lora` is None."""
-    if config.lora is None:
-        return {}
-    matrices, rank, table = declare(config), config.lora.rank, {}
-    for target in config.lora.targets:
-        shape, axes = matrices[f"layers.{target}"].shape, matrices[f"layers.{target}"].axes
-        into = len(shape) - len(LINEAR[target].into)
-        table[f"layers.{target}{A_SUFFIX}"] = Declaration(
-            (shape[0], rank, *shape[into:]), ("layers", "rank", *axes[into:]), init="fan_in"
-        )
-        table[f"layers.{target}{B_SUFFIX}"] = Declaration((*shape[:into], rank), (*axes[:into], "rank"), init="zeros")
-    return table
+    targets = config.lora.targets if config.lora else ()
+    names = [f"layers.{target}{suffix}" for target in targets for suffix in (A_SUFFIX, B_SUFFIX)]
+    return {name: _declared(name, config) for name in names}
 
 
 def draw(declarations: Mapping[str, Declaration], key: PRNGKeyArray, std: float) -> dict[str, Array]:
@@ -192,24 +214,28 @@ class Transformer(nnx.Module):
     def prefill(self, ids: Int[Array, " prefix"]) -> Prefix:
         """Keys and values of the prompt shared by all rows; no tokens give an empty prefix."""
         config = self.config
-        if ids.shape[0] == 0:
-            shapes = [(stack.layers, 0, config.kv_heads, config.head_dim) for stack in self.stacks]
+        length, kv_heads = ids.shape[0], config.kv_heads * kv_copies(config)
+        if length == 0:
+            shapes = [(stack.layers, 0, kv_heads, config.head_dim) for stack in self.stacks]
             empty = tuple(jnp.zeros(shape, config.dtype) for shape in shapes)
-            return Prefix(empty, empty)
-        positions = jnp.arange(ids.shape[0])[None]
+            return Prefix(empty, empty, 0)
+        # No token looks at the filling, which stands behind them all.
+        ids = jnp.pad(ids, (0, whole_rows(length) - length))
         mask = jnp.tril(jnp.ones((ids.shape[0], ids.shape[0]), bool))[None]
-        angles = _rope(config, positions)
-        nothing = jnp.zeros((0, config.kv_heads, config.head_dim), config.dtype)
+        angles = _rope(config, jnp.arange(ids.shape[0])[None])
+        nothing = jnp.zeros((0, kv_heads, config.head_dim), config.dtype)
+
+        def attention(q: Array, k: Array, v: Array) -> Array:
+            k, v = (gathered(x, None, "prefix", "kv_heads", None) for x in (k, v))
+            return attend(q, k, v, mask, nothing, nothing, 0, config.precision)
 
         def body(hidden: Array, params: LayerParams) -> tuple[Array, tuple[Array, Array]]:
-            hidden, keys, values = _block(
-                config, params, hidden, angles, lambda q, k, v: _attend(config, q, k, v, mask, nothing, nothing)
-            )
+            hidden, keys, values = _block(config, params, hidden, angles, attention, (None, "prefix"))
             return hidden, (keys[0], values[0])
 
-        _, made = self._scan(body, self._embed(ids[None]), self._stacked())
+        _, made = self._scan(body, self._embed(ids[None], (None, "prefix")), self._stacked())
         keys, values = zip(*made, strict=True)
-        return Prefix(keys, values)
+        return Prefix(keys, values, length)
 
     def forward(
         self,
@@ -236,9 +262,12 @@ class Transformer(nnx.Module):
 
         def body(hidden: Array, layer: tuple[LayerParams, Array, Array]) -> tuple[Array, None]:
             params, *shared = layer
-            return _block(config, params, hidden, angles, lambda q, k, v: _attend(config, q, k, v, mask, *shared))[
-                0
-            ], None
+            shared_k, shared_v = (gathered(x, "prefix", "kv_heads", None) for x in shared)
+
+            def attention(q: Array, k: Array, v: Array) -> Array:
+                return attend(q, k, v, mask, shared_k, shared_v, prefix.length, config.precision)
+
+            return _block(config, params, hidden, angles, attention)[0], None
 
         body = jax.checkpoint(body) if remat else body
         layers = list(zip(self._stacked(), prefix.keys, prefix.values, strict=True))
@@ -251,13 +280,20 @@ class Transformer(nnx.Module):
         """An empty cache of `slots` tokens for each of `batch` rows."""
         return empty_cache(self.config, batch, slots)
 
+    def for_decoding(self) -> "Transformer":
+        """The same model, what its head and its embedding are divided into gathered once, outside a decoding loop."""
+        values = {name: self._table(name) for name in OUTSIDE_LAYERS if name in declare(self.config)}
+        graphdef, params = nnx.split(self)
+        return nnx.merge(graphdef, nnx.merge_state(params, nnx.State({k: nnx.Param(x) for k, x in values.items()})))
+
     def decode_params(self) -> tuple[LayerParams, ...]:
-        """The layers' parameters, one tree a layer matrices in the compute type; make them outside a decoding loop."""
+        """The layers' parameters, one tree a layer, matrices in the compute type; make them outside a decoding loop."""
         dtype = self.config.dtype
         layers = []
         for stack, params in zip(self.stacks, self._stacked(), strict=True):
             cast = {name: x if name.endswith("norm") else x.astype(dtype) for name, x in params.items()}
-            layers += [{name: x[index] for name, x in cast.items()} for index in range(stack.layers)]
+            for index in range(stack.layers):
+                layers.append({name: gathered(x[index], *axes_of(f"layers.{name}")[1:]) for name, x in cast.items()})
         return tuple(layers)
 
     def decode(
@@ -296,10 +332,12 @@ class Transformer(nnx.Module):
 
         for index, (params, shared) in enumerate(zip(layers, prefix.by_layer(), strict=True)):
 
-            def attention(q: Array, k: Array, v: Array, index: int = index, shared: Any = shared) -> Array:
+            def attention(
+                q: Array, k: Array, v: Array, index: int = index, shared: tuple[Array, Array] = shared
+            ) -> Array:
                 all_keys.append(write_slots(cache.keys[index], k, cache.cursor))
                 all_values.append(write_slots(cache.values[index], v, cache.cursor))
-                return _attend(config, q, all_keys[-1], all_values[-1], mask, *shared)
+                return attend(q, all_keys[-1], all_values[-1], mask, *shared, prefix.length, config.precision)
 
             hidden = _block(config, params, hidden, angles, attention)[0]
         cache = DecodeCache(tuple(all_keys), tuple(all_values), slot_valid, cache.cursor + ids.shape[1])
@@ -307,7 +345,7 @@ class Transformer(nnx.Module):
 
     def head(self) -> Float[Array, "vocab width"]:
         """The matrix whose rows score the vocabulary: the embedding where they are tied."""
-        return self.embedding[...] if self.config.tie_embeddings else self.head_matrix[...]
+        return self._table("embedding" if self.config.tie_embeddings else "head_matrix")
 
     def logits(self, hidden: Float[Array, "*rows width"]) -> Float[Array, "*rows vocab"]:
         """Scores of the whole vocabulary, float32."""
@@ -328,8 +366,14 @@ class Transformer(nnx.Module):
     def _stacked(self) -> list[dict[str, Array]]:
         return [{name: parameter[...] for name, parameter in stack.items()} for stack in self.layers]
 
-    def _embed(self, ids: Int[Array, "batch tokens"]) -> Float[Array, "batch tokens width"]:
-        return self.embedding[...][ids].astype(self.config.dtype)
+    def _table(self, name: str) -> Array:
+        """A parameter outside of the layers, whole but for what is divided along the vocabulary."""
+        return gathered(getattr(self, name)[...], *axes_of(name), dtype=self.config.dtype)
+
+    def _embed(
+        self, ids: Int[Array, "batch tokens"], axes: RowAxes = ("rows", None)
+    ) -> Float[Array, "batch tokens width"]:
+        return constrain(self._table("embedding")[ids].astype(self.config.dtype), *axes, None)
 
     def _scan(self, body: Callable, carry: Array, stacks: Sequence[Any]) -> tuple[Array, list[Any]]:
         """Goes up through the layers, a scan a stack; also what `body` gave, stacked, for each stack."""
@@ -355,24 +399,33 @@ def _block(
     hidden: Float[Array, "batch tokens width"],
     angles: tuple[Array, Array],
     attention: Callable[[Array, Array, Array], Array],
+    axes: RowAxes = ("rows", None),
 ) -> tuple[Float[Array, "batch tokens width"], Array, Array]:
     """One transformer block, and its new keys and values.
 
-    `attention(queries, keys, values)` decides what the rows attend to.
+    `attention(queries, keys, values)` decides what the rows attend to; `axes` are those of batch and tokens.
     """
     normed = _rms_norm(hidden, params["attention_norm"], config)
     queries, keys, values = (_project(config, params, name, normed) for name in ("query", "key", "value"))
     if config.qk_norm:
         queries = _rms_norm(queries, params["query_norm"], config)
         keys = _rms_norm(keys, params["key_norm"], config)
-    queries, keys = rotate(queries, *angles), rotate(keys, *angles)
+    queries = constrain(rotate(queries, *angles), *axes, "heads", None)
+    keys, values = (_copied(config, x, axes) for x in (rotate(keys, *angles), values))
     mixed = _linear(config, params, "output", attention(queries, keys, values))
     if config.output_bias:
         mixed = mixed + params["output_bias"].astype(mixed.dtype)
-    hidden = hidden + mixed
+    hidden = constrain(hidden + mixed, *axes, None)
     normed = _rms_norm(hidden, params["ffn_norm"], config)
-    gate, up = _linear(config, params, "gate", normed), _linear(config, params, "up", normed)
-    return hidden + _linear(config, params, "down", jax.nn.silu(gate) * up), keys, values
+    gate, up = (constrain(_linear(config, params, name, normed), *axes, "ffn") for name in ("gate", "up"))
+    hidden = hidden + _linear(config, params, "down", jax.nn.silu(gate) * up)
+    return constrain(hidden, *axes, None), keys, values
+
+
+def _copied(config: ModelConfig, x: Array, axes: RowAxes) -> Array:
+    """Keys or values with every head as often as there are tensor shards that have queries for it."""
+    copies = kv_copies(config)
+    return constrain(jnp.repeat(x, copies, axis=2) if copies > 1 else x, *axes, "kv_heads", None)
 
 
 def _rope(config: ModelConfig, positions: Int[Array, "*rows"]) -> tuple[Array, Array]:
@@ -387,16 +440,16 @@ def _project(config: ModelConfig, params: LayerParams, name: str, normed: Array)
 def _linear(config: ModelConfig, params: LayerParams, name: str, x: Array) -> Array:
     """W x and, where the matrix has an adapter, alpha / rank * B (A x) added; one of rank 0 is switched off."""
     into, out = LINEAR[name]
-    product = _product(f"bt{into},{out}{into}->bt{out}", x, params[name], config)
+
+    def matrix(name: str) -> Array:
+        return gathered(params[name], *axes_of(f"layers.{name}")[1:], dtype=config.dtype)
+
+    product = _product(f"bt{into},{out}{into}->bt{out}", x, matrix(name), config)
     down = params.get(name + A_SUFFIX)
     if config.lora is None or down is None or down.shape[0] == 0:
         return product
-    low = config.lora.scale * _product(f"bt{into},r{into}->btr", x, down, config)
-    return product + _product(f"btr,{out}r->bt{out}", low, params[name + B_SUFFIX], config)
-
-
-def _attend(config: ModelConfig, q: Array, k: Array, v: Array, mask: Array, pk: Array, pv: Array) -> Array:
-    return attend(q, k, v, mask, pk, pv, config.precision)
+    low = config.lora.scale * _product(f"bt{into},r{into}->btr", x, matrix(name + A_SUFFIX), config)
+    return product + _product(f"btr,{out}r->bt{out}", low, matrix(name + B_SUFFIX), config)
 
 
 def _product(equation: str, x: Array, matrix: Array, config: ModelConfig, result: Any = None) -> Array:

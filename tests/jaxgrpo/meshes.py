@@ -77,7 +77,7 @@ def main(model: str, folder: str, *meshes: str) -> dict[str, Any]:
         checkpoints.save(number, state)
         checkpoints.wait()
         found[mesh] = {
-            "same_tokens": [bool((a.reply.ids == np.asarray(b.reply.ids)).all()) for a, b in zip(played, again, strict=True)],
+            "same_tokens": [_same(a.reply.ids, b.reply.ids) for a, b in zip(played, again, strict=True)],
             "losses": [losses, own_losses],
             "given_loss": float(given["loss"]),
             "gradient_error": float(max(np.abs(got[k] - x).max() for k, x in expected.items()) / largest),
@@ -96,6 +96,10 @@ def main(model: str, folder: str, *meshes: str) -> dict[str, Any]:
     found["lengths"] = many.evaluate(state.params, **options).lengths.tolist()
     found["lengths_alone"] = alone.evaluate(_on_one(state.params), **options).lengths.tolist()
     return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool((np.asarray(one) == np.asarray(other)).all())
 
 
 def _on_one(params: Any) -> Any:

@@ -43,13 +43,18 @@ def key_for(seed: int, purpose: int) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed), purpose)
 
 
-def restore_params(folder: AnyPath | str) -> tuple[TrainConfig, Any]:
+def restore_params(folder: AnyPath | str, mesh: str = "auto") -> tuple[TrainConfig, Any]:
     """A run's configuration, as for going on with it, and its trained parameters as of the last checkpoint.
+
+    Args:
+        folder: of the run.
+        mesh: the one to be used now, whatever the run was made on.
 
     Raises:
         ConfigError: the folder holds no run, or a run without a checkpoint.
     """
     run, config, iteration = _last_checkpoint(str(folder), option="--run")
+    config = with_options(config, {"mesh": mesh})
     return config, _trained_at(run, iteration, NamedModel.find(config))
 
 
@@ -176,7 +181,8 @@ class _Start:
                 f"--init-from {self.run}: this run began with its checkpoint {self.iteration}, which is gone (the last "
                 f"one is {latest}); put it back, or start in another folder."
             )
-        stored = with_options(stored, {"model": config.model, "base_dtype": config.learn.base_dtype})
+        own = {"model": config.model, "base_dtype": config.learn.base_dtype, "mesh": config.run.mesh}
+        stored = with_options(stored, own)
         if not (model.config.lora and stored.lora.rank):
             whole = _whole_at(run, stored, self.iteration)
             self._recognise(whole)

@@ -82,11 +82,12 @@ class Checkpoints:
         return structure.unflatten(_with_key(leaf, array) for leaf, array in zip(leaves, restored, strict=True))
 
     def restore_params(self, iteration: int, like: State) -> State:
-        """The parameters alone (`params` of the state) at an iteration, not bound to a device; no other array is read.
+        """The parameters alone (`params` of the state) at an iteration; no other array is read.
 
         Args:
             iteration: of the checkpoint.
-            like: the parameters as shapes and types.
+            like: the parameters as shapes and types, and with a sharding where they are to lie; without, they are not
+                bound to a device.
 
         Raises:
             ConfigError: the checkpoint's parameters are not those of `like`: another model's; or it is damaged.
@@ -96,7 +97,9 @@ class Checkpoints:
         stored = {name: array for name, array in self._stored(iteration).items() if name.startswith(prefix)}
         self._check(iteration, stored, wanted, "give the model that the run was made with")
         arrays = self._read(iteration, wanted)
-        return jax.tree.structure(like).unflatten(jnp.asarray(np.asarray(arrays[name])) for name in wanted)
+        return jax.tree.structure(like).unflatten(
+            arrays[name] if leaf.sharding else jnp.asarray(np.asarray(arrays[name])) for name, leaf in wanted.items()
+        )
 
     def close(self) -> None:
         """Wait for what was started and let go of the folder."""

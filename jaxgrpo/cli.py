@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxgrpo import config as options
+from jaxgrpo import hosts
 from jaxgrpo.config import ConfigError, LearnConfig, OptimizerConfig, PlayConfig, RunConfig, TrainConfig, nearest
+from jaxgrpo.hosts import LaunchOptions
 from jaxgrpo.stopping import Exit
 
 # Sections whose options the help page shows without the section's name.
@@ -29,6 +31,7 @@ class TrainOptions(TrainConfig):
     learn: Annotated[LearnConfig, _UNQUALIFIED] = LearnConfig()
     optimizer: Annotated[OptimizerConfig, _UNQUALIFIED] = OptimizerConfig()
     run: Annotated[RunConfig, _UNQUALIFIED] = RunConfig()
+    launch: Annotated[LaunchOptions, _UNQUALIFIED] = LaunchOptions()
     config: str | None = None
     """A TOML file of options, flat or in the sections play, learn, lora, optimizer and run."""
 
@@ -56,6 +59,9 @@ class EvalOptions:
     """Write the results to this file too, here or gs://BUCKET/FILE."""
     export: str | None = None
     """Write the model's steps to this file: prompt, reply, reward, ...; .jsonl or .parquet."""
+    mesh: str = "auto"
+    """Devices that the model is divided among, as in `jaxgrpo train --mesh`."""
+    launch: Annotated[LaunchOptions, _UNQUALIFIED] = LaunchOptions()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,11 +118,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _is_users(error):
             raise
         print(f"jaxgrpo: {' '.join(str(error).split())}", file=sys.stderr)
-        return Exit.USER_ERROR
+        return _ended(Exit.USER_ERROR)
     except KeyboardInterrupt:
         # Before training watches for signals, or in another command.
         print("jaxgrpo: interrupted", file=sys.stderr)
-        return Exit.INTERRUPTED
+        return _ended(Exit.INTERRUPTED)
+    except hosts.PEER_FAILURES as error:
+        if not hosts.tells_of_peers(error):
+            raise
+        print(f"jaxgrpo: {hosts.lost_line(error)}", file=sys.stderr)
+        return _ended(Exit.PEER_LOST)
+
+
+def _ended(code: int) -> int:
+    """The exit code; of several processes, one that fails does not wait for the others to end as well."""
+    return hosts.leave(code) if hosts.have_joined() else code
 
 
 def _is_users(error: ValueError) -> bool:
@@ -132,10 +148,24 @@ def _train(words: list[str]) -> int:
         shown = dataclasses.fields(TrainConfig)
         config = train_config(given)
         return _help("train", TrainOptions(**{f.name: getattr(config, f.name) for f in shown}, config=toml))
+    if (code := _joined("train", words, given)) is not None:
+        return code
     config = train_config(given)
     from jaxgrpo.trainer import train
 
     return train(config).exit
+
+
+def _joined(command: str, words: list[str], given: dict[str, Any]) -> int | None:
+    """Takes the launch options out, and makes this process one of its cluster's; or, as its parent, the exit code."""
+    launch = LaunchOptions(**{f.name: given.pop(f.name) for f in dataclasses.fields(LaunchOptions) if f.name in given})
+    cluster = hosts.find_cluster(launch)
+    if cluster is None:
+        return None
+    if not hosts.is_supervised():
+        return hosts.supervise([command, *words])
+    hosts.join(cluster)
+    return None
 
 
 def train_config(given: Mapping[str, Any]) -> TrainConfig:
@@ -164,6 +194,8 @@ def _eval(words: list[str]) -> int:
     given = read_options(EvalOptions, words)
     if given is None:
         return _help("eval", EvalOptions())
+    if (code := _joined("eval", words, given)) is not None:
+        return code
     chosen = dataclasses.replace(EvalOptions(), **given)
     from jaxgrpo.commands import eval_command
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from envs_jax.games import TokenizedGame, make_game, tokenize_game
 from envs_jax.text.reader import CLOSE, OPEN
 from envs_jax.text.tokenizer import TextTokenizer
+from jaxgrpo import hosts
 from jaxgrpo.cli import EvalOptions, PlayOptions
 from jaxgrpo.config import ConfigError, resolve
 from jaxgrpo.evaluation import evaluate_scenarios
@@ -31,16 +32,21 @@ def eval_command(options: EvalOptions) -> int:
     written = None if options.json is None else _json_file(options.json)
     if options.export is not None and not Path(options.export).parent.is_dir():
         raise ConfigError(f"--export {options.export}: there is no folder {Path(options.export).parent}.")
+    if options.export is not None and hosts.have_joined():
+        raise ConfigError(f"--export {options.export}: is for an evaluation in one process; leave it out.")
     use_compilation_cache()
     with contextlib.ExitStack() as opened:
         results = evaluate_scenarios(
-            options.run or resolve({"model": options.model}),
+            options.run or resolve({"model": options.model, "mesh": options.mesh}),
             options.scenario,
             episodes=options.episodes,
             temperature=options.temperature,
             seed=options.seed,
+            mesh=options.mesh,
             export=opened.enter_context(open_table(Path(options.export))) if options.export else None,
         )
+    if not hosts.is_first():
+        return Exit.DONE
     console = Console(highlight=False)
     for name, players in results["scenarios"].items():
         console.print(_table(name, players))

@@ -15,6 +15,7 @@ from envs_jax.players import Player, players_of
 from jaxgrpo.config import ConfigError, TrainConfig
 from jaxgrpo.episodes import Episodes
 from jaxgrpo.loops import while_any
+from jaxgrpo.model.sharding import constrain_whole
 from jaxgrpo.policy import LanguageAgentPolicy, Sampling
 from jaxgrpo.rollout import Keys, chance, play, start
 from jaxgrpo.storage import AnyPath
@@ -100,6 +101,7 @@ def evaluate_scenarios(
     episodes: int = 50,
     temperature: float = 0.5,
     seed: int = 0,
+    mesh: str = "auto",
     export: Table | None = None,
 ) -> dict[str, Any]:
     """Plays named scenarios with a model and with the players that need none (`envs_jax.players.players_of`).
@@ -111,6 +113,7 @@ def evaluate_scenarios(
         episodes: of each scenario, the same for all players.
         temperature: of sampling; 0 is greedy.
         seed: which held-out episodes.
+        mesh: devices that the model is divided among, see `sharding.make_mesh`.
         export: takes the model's steps as text, see `transcripts.transcript`.
 
     Returns:
@@ -129,7 +132,7 @@ def evaluate_scenarios(
         raise ConfigError(f"--episodes {episodes}: must be at least 1.")
     if not temperature >= 0:
         raise ConfigError(f"--temperature {temperature}: must be 0 or more.")
-    config, params = (subject, None) if isinstance(subject, TrainConfig) else restore_params(subject)
+    config, params = (subject, None) if isinstance(subject, TrainConfig) else restore_params(subject, mesh)
     results, experiment = {}, None
     for name in scenarios or (config.game,):
         experiment = build(dataclasses.replace(config, game=name)) if experiment is None else experiment.on(name)
@@ -186,7 +189,8 @@ def _play_policy(
     alive = played.alive[:, 0]
     lengths = alive.sum(-1)
     unreadable = jnp.sum(alive & ~played.reply.readable[:, 0], axis=-1) / lengths
-    return (played.returns[:, 0], played.success[:, 0], lengths, unreadable), played if keep else None
+    found = (played.returns[:, 0], played.success[:, 0], lengths, unreadable), played if keep else None
+    return constrain_whole(found)
 
 
 @functools.partial(jax.jit, static_argnames=("game", "player", "episodes"))

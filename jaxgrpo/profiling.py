@@ -32,9 +32,12 @@ class Profile:
     as they hold up the loop).
     """
 
-    def __init__(self, folder: Path, iterations: int, say: Callable[[str], None]) -> None:
-        """Profile so many iterations, from the session's third, and tell of them through `say`; 0 is none."""
-        self._folder, self._wanted, self._say = folder, iterations, say
+    def __init__(self, folder: Path, iterations: int, say: Callable[[str], None], *, records: bool = True) -> None:
+        """Profile so many iterations, from the session's third, and tell of them through `say`; 0 is none.
+
+        Without `records` iterations run as they do where it is recorded, in another process, and nothing is.
+        """
+        self._folder, self._wanted, self._say, self._records = folder, iterations, say, records
         self._session = 0
         self._profiled: list[int] = []
         self._seconds: dict[str, list[float]] = {}
@@ -79,28 +82,31 @@ class Profile:
         if self._tracing:
             self._stop_trace()
             self._tell()
-        elif self._profiled:
+        elif self._profiled and self._records:
             self._write()  # with what was timed since
-        elif self._wanted:
+        elif self._wanted and not self._profiled:
             self._say(f"--profile {self._wanted}: the session ended before its third iteration; nothing is profiled.")
 
     def _start_trace(self) -> None:
+        self._tracing = self._records
+        if not self._records:
+            return
         self._folder.mkdir(parents=True, exist_ok=True)
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # every call of the interpreter: slow, and nothing to see
         jax.profiler.start_trace(self._folder, profiler_options=options)
-        self._tracing = True
 
     def _stop_trace(self) -> None:
+        if self._tracing:
+            jax.profiler.stop_trace()
         self._tracing = False
-        jax.profiler.stop_trace()
 
     def _write(self) -> None:
         seconds = {part: [round(s, 6) for s in times] for part, times in self._seconds.items()}
         write_json(self._folder / "parts.json", {"iterations": self._profiled, "seconds": seconds})
 
     def _tell(self) -> None:
-        if not self._profiled:
+        if not self._profiled or not self._records:
             return
         self._write()
         self._say(f"Profile of iterations {self._profiled[0]} to {self._profiled[-1]}, trace in {self._folder}:")

@@ -253,6 +253,24 @@ class JsonLines:
         self._file.close()
 
 
+class KeptRows:
+    """Rows as a file of them holds them, and those to come, without the file: for processes that do not write it."""
+
+    def __init__(self, path: AnyPath, keep: Callable[[int], bool]) -> None:
+        """Read the rows whose iteration `keep` accepts."""
+        self.rows = [row for row in read_rows(path) if keep(row["iteration"])]
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Keep one row."""
+        self.rows.append(dict(row))
+
+    def sync(self) -> None:
+        """Nothing: another process writes."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 def read_rows(path: AnyPath) -> list[dict[str, Any]]:
     """All whole rows of a file of JSON lines, none where there is no file; a last line cut short is left out."""
     if not path.exists():

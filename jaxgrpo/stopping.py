@@ -17,6 +17,7 @@ class Exit(enum.IntEnum):
     DONE = 0
     USER_ERROR = 2
     NON_FINITE = 3
+    PEER_LOST = 75
     INTERRUPTED = 128 + signal.SIGINT
     PREEMPTED = 128 + signal.SIGTERM
 
@@ -30,6 +31,7 @@ _MEANINGS = {
     Exit.DONE: "done: all iterations, or --max-seconds are over",
     Exit.USER_ERROR: "a wrong option or file, a full disk, a store out of reach; one line on standard error says which",
     Exit.NON_FINITE: f"given up: {SKIPPED_LIMIT} iterations in a row had no finite gradient",
+    Exit.PEER_LOST: "another process of a run on several hosts was lost; go on with --resume once all are there again",
     Exit.INTERRUPTED: "interrupted (SIGINT), a checkpoint is written; a second SIGINT aborts at once, without",
     Exit.PREEMPTED: "preempted (SIGTERM), a checkpoint is written",
 }

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from jaxgrpo import report, transcripts
+from jaxgrpo import hosts, report, transcripts
 from jaxgrpo.checkpoints import Checkpoints, bytes_of
 from jaxgrpo.config import ConfigError, TrainConfig
 from jaxgrpo.display import Display
@@ -22,6 +22,7 @@ from jaxgrpo.profiling import CHECKPOINT, EVALUATION, ROLLOUT, UPDATE, Profile
 from jaxgrpo.recompilation import CompilationWatch
 from jaxgrpo.records import (
     JsonLines,
+    KeptRows,
     RunFolder,
     disk_is_full,
     new_manifest,
@@ -104,16 +105,18 @@ def train(config: TrainConfig, *, experiment: Trainable | None = None, quiet: bo
     require_views(config)
     folder = RunFolder.of(config)
     is_new = not folder.path.exists()
-    folder.claim(config)
+    hosts.together(lambda: folder.claim(config), first_only=True)
+    hosts.require_shared(folder.path)
     if config.run.compilation_cache:
         use_compilation_cache()
     try:
-        experiment = experiment or _build(config)
+        experiment = experiment or hosts.together(lambda: _build(config))
+        assert experiment is not None
     except BaseException:
-        if is_new and not is_stored(folder.path):
+        if is_new and hosts.is_first() and not is_stored(folder.path):
             folder.path.rmdir()  # it is empty still: a mistake in the options leaves nothing behind
         raise
-    display = Display(quiet=quiet)
+    display = Display(quiet=quiet or not hosts.is_first())
     with StopSignals(_announce(display), display.stop) as signals:
         try:
             with contextlib.ExitStack() as opened:
@@ -167,16 +170,19 @@ class _Session:
         self.config, self.folder, self.experiment = config, folder, experiment
         self.display, self.signals, self.opened = display, signals, opened
         opened.callback(display.stop)
+        # Of several processes all do the same, but the first alone writes.
+        self.records = hosts.is_first()
         # First of all, for Weights & Biases may refuse: the folder then holds no run yet.
-        self.views = [opened.enter_context(contextlib.closing(v)) for v in open_views(config, folder, display.say)]
+        views = hosts.together(lambda: open_views(config, folder, display.say), first_only=True)
+        self.views = [opened.enter_context(contextlib.closing(view)) for view in views or ()]
         self.watch = opened.enter_context(contextlib.closing(CompilationWatch(display.say)))
-        self.profile = Profile(Path(folder.profile), config.run.profile, display.say)
+        self.profile = Profile(Path(folder.profile), config.run.profile, display.say, records=self.records)
         opened.callback(self.profile.close)
         self.checkpoints = Checkpoints(folder.checkpoints, keep=config.run.keep)
         opened.callback(self.checkpoints.abandon)
-        start = self.checkpoints.latest
+        start = self._agreed(self.checkpoints.latest)
         self.state = experiment.init() if start is None else experiment.template()
-        self._require_space()
+        hosts.together(self._require_space)
         if start is None:
             self._begin()
         else:
@@ -188,6 +194,10 @@ class _Session:
         self.skipped = 0
 
     # -- Start ------------------------------------------------------------------------------------------------------
+
+    def _agreed(self, number: int | None) -> int | None:
+        """The number that the processes have, or else the largest of theirs."""
+        return None if (largest := hosts.agree(-1 if number is None else number)) < 0 else largest
 
     def _require_space(self) -> None:
         if is_stored(self.folder.path):
@@ -205,7 +215,6 @@ class _Session:
         self.iteration = 0
         self._open_rows(lambda i: False)
         self.manifest = new_manifest(self.config, self.state, self.experiment.origin)
-        write_config(self.folder.config, self.config)
         self._record_session()
 
     def _restore(self, iteration: int) -> None:
@@ -219,15 +228,17 @@ class _Session:
             )
         self.manifest = read_manifest(self.folder.manifest)
         self.manifest["digests"].pop("end", None)
-        write_config(self.folder.config, self.config)
         self._record_session()
         self.display.say(f"Resuming after iteration {iteration}.")
 
     def _open_rows(self, keep: Callable[[int], bool]) -> None:
-        self.metrics = self.opened.enter_context(contextlib.closing(JsonLines(self.folder.metrics, keep=keep)))
         # An evaluation made only because a session ended early is not part of the run as it would have been.
-        due = JsonLines(self.folder.evaluations, keep=lambda i: keep(i) and self._is_due(i))
-        self.evaluations = self.opened.enter_context(contextlib.closing(due))
+        kept = {self.folder.metrics: keep, self.folder.evaluations: lambda i: keep(i) and self._is_due(i)}
+        read = hosts.together(lambda: None if self.records else [KeptRows(*file) for file in kept.items()])
+        opened = hosts.together(lambda: [JsonLines(path, keep=keep) for path, keep in kept.items()], first_only=True)
+        self.metrics, self.evaluations = (
+            self.opened.enter_context(contextlib.closing(file)) for file in opened or read or ()
+        )
 
     def _open_writers(self) -> None:
         """All that takes rows, the record first, and the log of episodes where one is asked for."""
@@ -236,7 +247,7 @@ class _Session:
         for writer in self.writers:
             writer.begin(self.iteration)
         self.episodes: transcripts.EpisodeLog | None = None
-        if is_stored(self.folder.path):
+        if is_stored(self.folder.path) or not self.records:
             return  # episodes are exported here alone, see `require_views`
         transcripts.cut(Path(self.folder.episodes), after=self.iteration)
         if self.config.run.export_episodes:
@@ -245,8 +256,11 @@ class _Session:
 
     def _record_session(self) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.manifest["sessions"].append({"started": now, "from": self.iteration, "to": None, "ended": None})
-        write_json(self.folder.manifest, self.manifest)
+        where = {"devices": jax.device_count(), "processes": jax.process_count()}
+        self.manifest["sessions"].append({"started": now, **where, "from": self.iteration, "to": None, "ended": None})
+        if self.records:
+            write_config(self.folder.config, self.config)
+            write_json(self.folder.manifest, self.manifest)
 
     # -- Loop -------------------------------------------------------------------------------------------------------
 
@@ -305,6 +319,11 @@ class _Session:
         return self.watch(function, *args, when=f" after iteration {self.iteration}", **kwargs)
 
     def _reason_to_stop(self) -> Exit | None:
+        """Why to stop here; what one process has to say, all do."""
+        reason = self._agreed(self._own_reason_to_stop())
+        return None if reason is None else Exit(reason)
+
+    def _own_reason_to_stop(self) -> Exit | None:
         if self.signals.received is not None:
             return Exit(128 + self.signals.received)
         if self.skipped >= SKIPPED_LIMIT:
@@ -366,7 +385,7 @@ class _Session:
 
     def _evaluate(self) -> None:
         """Play the held-out episodes, unless a row says what came of them at this iteration."""
-        if self._evaluation(self.iteration) is not None:
+        if hosts.agree(self._evaluation(self.iteration) is not None):
             return
         self._drain()
         run, began = self.config.run, time.monotonic()
@@ -403,8 +422,9 @@ class _Session:
     def _finish(self, ending: Exit) -> Run:
         self.manifest["digests"]["end"] = state_digests(self.state)
         self.manifest["sessions"][-1] |= {"to": self.iteration, "ended": ending.name.lower().replace("_", "-")}
-        write_json(self.folder.manifest, self.manifest)
-        report.draw_curve(self.folder)
+        if self.records:
+            write_json(self.folder.manifest, self.manifest)
+            report.draw_curve(self.folder)
         before, after = self._evaluation(0), self._evaluation(self.iteration)
         after = after if self.iteration else None
         for line in self._last_lines(ending, before, after):

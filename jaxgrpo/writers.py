@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from jaxgrpo.config import ConfigError, TrainConfig, flatten
-from jaxgrpo.records import JsonLines, RunFolder
+from jaxgrpo.records import JsonLines, KeptRows, RunFolder
 from jaxgrpo.storage import AnyPath
 
 Kind = Literal["train", "held-out"]
@@ -84,7 +84,7 @@ def open_views(config: TrainConfig, folder: RunFolder, say: Callable[[str], None
 class JsonRows:
     """The record: rows of each kind in a file of JSON lines of its own."""
 
-    def __init__(self, files: Mapping[Kind, JsonLines]) -> None:
+    def __init__(self, files: Mapping[Kind, JsonLines | KeptRows]) -> None:
         """Write into these files, which hold no more rows than count."""
         self._files = files
 

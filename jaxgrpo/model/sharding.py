@@ -139,6 +139,11 @@ def constrain_rows(tree: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.map(lambda x: constrain(x, "rows", *[None] * (x.ndim - 1)), tree)
 
 
+def constrain_whole(tree: PyTree[Array]) -> PyTree[Array]:
+    """A pytree of arrays, whole on every device: so that every process can read them."""
+    return jax.tree.map(lambda x: constrain(x, *[None] * x.ndim), tree)
+
+
 def gathered(x: Array, *axes: str | None, dtype: DTypeLike | None = None) -> Array:
     """A parameter as products use it: whole along `fsdp`, still divided along `tensor`.
 

@@ -18,9 +18,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -234,7 +234,7 @@ def supervise(words: Sequence[str]) -> int:
     return _died(-code, held)
 
 
-def _pass_on(lines: IO[str], out: IO[str], held: "collections.deque[str]") -> None:
+def _pass_on(lines: Iterable[str], out: Any, held: "collections.deque[str]") -> None:
     """Shows what is meant for people, and holds what is not."""
     dumping = False
     for line in lines:

@@ -21,7 +21,7 @@ from jaxgrpo.model.attention import attend, rope_angles, rope_frequencies, rotat
 from jaxgrpo.model.cache import DecodeCache, Prefix, empty_cache, write_slots
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.lora import A_SUFFIX, B_SUFFIX, LINEAR
-from jaxgrpo.model.sharding import Axes, constrain, gathered, kv_copies, whole_rows
+from jaxgrpo.model.sharding import Axes, constrain, constrain_rows, gathered, kv_copies, whole_rows
 
 # Scanning a layer stack keeps compilation short; below this many layers a CPU loses more to the loop than it gains.
 UNROLLED_LAYERS = 4
@@ -257,8 +257,8 @@ class Transformer(nnx.Module):
         """
         config = self.config
         tokens = ids.shape[1]
-        mask = jnp.tril(jnp.ones((tokens, tokens), bool)) & valid[:, None, :]
-        angles = _rope(config, positions)
+        mask = constrain_rows(jnp.tril(jnp.ones((tokens, tokens), bool)) & valid[:, None, :])
+        angles = constrain_rows(_rope(config, positions))
 
         def body(hidden: Array, layer: tuple[LayerParams, Array, Array]) -> tuple[Array, None]:
             params, *shared = layer
@@ -325,8 +325,8 @@ class Transformer(nnx.Module):
         layers = self.decode_params() if layers is None else layers
         slot_valid = write_slots(cache.valid, valid, cache.cursor)
         reach = cache.cursor + jnp.arange(ids.shape[1])
-        mask = (jnp.arange(cache.slots) <= reach[:, None]) & slot_valid[:, None, :]
-        angles = _rope(config, positions)
+        mask = constrain_rows((jnp.arange(cache.slots) <= reach[:, None]) & slot_valid[:, None, :])
+        angles = constrain_rows(_rope(config, positions))
         hidden = self._embed(ids)
         all_keys, all_values = [], []
 

@@ -18,6 +18,7 @@ from jaxgrpo.config import ConfigError, LoRAConfig, TrainConfig, with_options
 from jaxgrpo.model import weights
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.lora import LoRA, parse_targets
+from jaxgrpo.model.packed import PACKED
 from jaxgrpo.model.placement import file_shardings, make_placed, placed
 from jaxgrpo.model.sharding import check_fits, make_mesh
 from jaxgrpo.model.trained import (
@@ -235,7 +236,7 @@ class NamedModel:
     tokenizer: TextTokenizer
     stacks: tuple[Stack, ...]
     base_dtype: str
-    """Of the base under adapters."""
+    """Of the base under adapters; on a CPU bfloat16 is packed."""
     mesh: Mesh | None
     """Of the devices that parameters are divided among; None is a single device."""
 
@@ -281,7 +282,10 @@ class NamedModel:
     @property
     def _types(self) -> Any:
         """Of the model's own parameters: all float32 where they are trained, else those of a base."""
-        return jnp.float32 if self.config.lora is None else base_types(self.config, self.base_dtype)
+        if self.config.lora is None:
+            return jnp.float32
+        packs = self.base_dtype == "bfloat16" and jax.default_backend() == "cpu"
+        return base_types(self.config, PACKED if packs else self.base_dtype)
 
     def abstract_trained(self) -> Any:
         """Shapes, types and places of the parameters that are trained."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.tree_util import Partial
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, Num, PyTree
 
 from envs_jax.text.grammar import Constraint, Reader
 from jaxgrpo import token_statistics as statistics
@@ -73,7 +73,7 @@ class _Span(NamedTuple):
     """The constraint's, before the token."""
 
 
-_Product = Callable[[Float[Array, "*tokens width"], Float[Array, "some width"]], Float[Array, "*tokens some"]]
+_Product = Callable[[Float[Array, "*tokens width"], Num[Array, "some width"]], Float[Array, "*tokens some"]]
 """The product of hidden states with rows of a head, in float32."""
 
 
@@ -194,7 +194,12 @@ class LanguageAgentPolicy:
         return self._write_on(model, layers, prefix, batch, sampling).reply
 
     def _write_on(
-        self, model: Transformer, layers: Sequence[LayerParams], prefix: Prefix, batch: _Batch, sampling: Sampling
+        self,
+        model: Transformer,
+        layers: Sequence[LayerParams] | None,
+        prefix: Prefix,
+        batch: _Batch,
+        sampling: Sampling,
     ) -> _Writing:
         """Writes replies to their ends, in ever smaller batches where that pays."""
         rows = batch.keys.shape[0]

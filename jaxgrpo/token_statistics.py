@@ -18,12 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxgrpo.model.sharding import constrain, vocabulary_shards
+from jaxgrpo.model.chunks import cut, joined
 from jaxgrpo.sampling import tempered
-
-_LARGEST_CHUNK = 16_384
 
 
 class TokenStatistics(NamedTuple):
@@ -52,10 +50,13 @@ class TokenStatistics(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """A number for each token of the vocabulary, not multiplied out: `hidden` with every row of `head`."""
+    """A number for each token of the vocabulary, not multiplied out: `hidden` with every row of `head`.
+
+    A head that is frozen may be packed (`model/packed.py`); the product unpacks it.
+    """
 
     hidden: Float[Array, "*tokens width"]
-    head: Float[Array, "vocab width"]
+    head: Num[Array, "vocab width"]
 
 
 def over_choices(
@@ -108,12 +109,12 @@ def over_choices(
 
 def over_vocabulary(
     hidden: Float[Array, "tokens embed"],
-    head: Float[Array, "vocab embed"],
+    head: Num[Array, "vocab embed"],
     token_logit: Float[Array, " tokens"],
     temperature: Float[Array, ""],
     *,
     vocab_size: int,
-    logits: Callable[[Float[Array, "tokens width"], Float[Array, "chunk width"]], Float[Array, "tokens chunk"]],
+    logits: Callable[[Float[Array, "tokens width"], Num[Array, "chunk width"]], Float[Array, "tokens chunk"]],
     allowed: Partial | None = None,
     reference: Scores | None = None,
     critic: Scores | None = None,
@@ -187,34 +188,16 @@ class _Rows(NamedTuple):
     """Rows of the heads, a chunk of each, and their ids, which are no token's where a chunk is filled up."""
 
     ids: Int[Array, "*chunks chunk"]
-    policy: Float[Array, "*chunks chunk width"]
-    reference: Float[Array, "*chunks chunk width"] | None
-    critic: Float[Array, "*chunks chunk critic_width"] | None
+    policy: Num[Array, "*chunks chunk width"]
+    reference: Num[Array, "*chunks chunk width"] | None
+    critic: Num[Array, "*chunks chunk critic_width"] | None
 
 
 def _rows(head: Array, constants: _Constants) -> _Rows:
     """All heads cut into chunks."""
-    reference, critic = (scores and _cut(scores.head) for scores in (constants.reference, constants.critic))
+    reference, critic = (scores and cut(scores.head) for scores in (constants.reference, constants.critic))
     ids = jnp.arange(head.shape[0], dtype=jnp.int32)
-    return _Rows(_cut(ids, fill=head.shape[0]), _cut(head), reference, critic)
-
-
-def _cut(rows: Shaped[Array, " vocab *rest"], fill: int = 0) -> Shaped[Array, "chunks chunk *rest"]:
-    """Rows in chunks, filled up with `fill`; of a head that is divided among devices each has its part of every one."""
-    shards, rest = vocabulary_shards(rows.shape[0]), rows.shape[1:]
-    chunk = chunk_size(rows.shape[0] // shards, _LARGEST_CHUNK // shards)
-    rows = rows.reshape(shards, -1, *rest)
-    if short := -rows.shape[1] % chunk:
-        rows = jnp.pad(rows, ((0, 0), (0, short), *[(0, 0)] * len(rest)), constant_values=fill)
-    chunks = jnp.swapaxes(rows.reshape(shards, -1, chunk, *rest), 0, 1).reshape(-1, shards * chunk, *rest)
-    return constrain(chunks, None, "vocab", *[None] * len(rest))
-
-
-def _joined(chunks: Shaped[Array, "chunks chunk *rest"], vocab: int) -> Shaped[Array, " vocab *rest"]:
-    """The rows that were cut into chunks."""
-    shards, rest = vocabulary_shards(vocab), chunks.shape[2:]
-    rows = jnp.swapaxes(chunks.reshape(chunks.shape[0], shards, -1, *rest), 0, 1).reshape(shards, -1, *rest)
-    return rows[:, : vocab // shards].reshape(vocab, *rest)
+    return _Rows(cut(ids, fill=head.shape[0]), cut(head), reference, critic)
 
 
 class _Chunk(NamedTuple):
@@ -347,16 +330,8 @@ def _moments_backward(plan: _Plan, residual: Any, cotangents: dict[str, Any]) ->
 
     nothing = jnp.zeros(policy.hidden.shape, jnp.float32)
     by_hidden, by_rows = jax.lax.scan(add, nothing, _rows(policy.head, constants))
-    by_head = None if by_rows is None else _joined(by_rows, policy.head.shape[0])
+    by_head = None if by_rows is None else joined(by_rows, policy.head.shape[0])
     return Scores(by_hidden.astype(policy.hidden.dtype), by_head), None  # pyright: ignore[reportArgumentType]
 
 
 _moments.defvjp(_moments_forward, _moments_backward, symbolic_zeros=True)
-
-
-def chunk_size(vocab: int, largest: int = _LARGEST_CHUNK) -> int:
-    """The largest divisor of the vocabulary that is at most `largest`, or that number where divisors are all small."""
-    if vocab <= largest:
-        return vocab
-    divisors = (vocab // n for n in range(2, 16 * vocab // largest) if vocab % n == 0)
-    return next((size for size in divisors if size <= largest), largest)

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxgrpo.model.packed import unpacked
+
 
 class LinearAxes(NamedTuple):
     """Axes of one linear layer as letters of an einsum: e width, h heads, d head_dim, f ffn."""
@@ -100,7 +102,7 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(params: Mapping[str, Array], name: str, lora: LoRA | None) -> Float[Array, " layers *matrix"]:
-    """A matrix with its adapter added, W + alpha / rank * B A, in float32; a parameter without one as it is.
+    """A matrix with its adapter added, W + alpha / rank * B A, in float32; a parameter without one as it is, unpacked.
 
     Args:
         params: of some layers, stacked, by name within the layer.
@@ -108,7 +110,7 @@ def merged(params: Mapping[str, Array], name: str, lora: LoRA | None) -> Float[A
         lora: of the model; None where it has no adapters.
     """
     if lora is None or name + A_SUFFIX not in params:
-        return params[name]
+        return unpacked(params[name])
     down, up = (params[name + suffix].astype(jnp.float32) for suffix in (A_SUFFIX, B_SUFFIX))
     product = jax.vmap(lambda b, a: jnp.tensordot(b, a, axes=1, precision=jax.lax.Precision.HIGHEST))(up, down)
-    return params[name].astype(jnp.float32) + lora.scale * product
+    return unpacked(params[name]).astype(jnp.float32) + lora.scale * product

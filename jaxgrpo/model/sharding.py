@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, DTypeLike, PyTree
 
 from jaxgrpo.model.config import ModelConfig
+from jaxgrpo.model.packed import unpacked
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -156,7 +157,7 @@ def gathered(x: Array, *axes: str | None, dtype: DTypeLike | None = None) -> Arr
     """
     if _current() is None:
         return x
-    return _gathered(x if dtype is None else x.astype(dtype), axes)
+    return _gathered(x if dtype is None else unpacked(x).astype(dtype), axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -17,6 +17,7 @@ from jaxtyping import Array, DTypeLike, PRNGKeyArray, PyTree
 
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.lora import A_SUFFIX, B_SUFFIX, is_adapter, merged
+from jaxgrpo.model.packed import stored_as
 from jaxgrpo.model.transformer import Stack, Transformer, declare, declare_adapters, draw
 
 
@@ -115,14 +116,19 @@ def merge_adapters(model: Transformer) -> PyTree:
 
 
 def base_types(config: ModelConfig, matrices: DTypeLike) -> dict[str, DTypeLike]:
-    """Types that the base of adapters is kept in, by parameter; norms and biases, which are small, stay float32."""
+    """Types that the base of adapters is kept in, by parameter; norms and biases, which are small, stay float32.
+
+    Args:
+        config: of the model.
+        matrices: type of the matrices, `packed.PACKED` among others.
+    """
     return {name: jnp.float32 if name.endswith(("norm", "bias")) else matrices for name in declare(config)}
 
 
 def cast_base(params: PyTree, types: Mapping[str, DTypeLike]) -> PyTree:
     """The parameters of a base in the types of `base_types`."""
     flat = nnx.to_flat_state(params)
-    cast = [(place, p.replace(p[...].astype(types[_name(place)]))) for place, p in flat]
+    cast = [(place, p.replace(stored_as(p[...], jnp.dtype(types[_name(place)])))) for place, p in flat]
     return nnx.from_flat_state(cast)
 
 

@@ -15,18 +15,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
 from jaxgrpo.model.attention import attend, rope_angles, rope_frequencies, rotate
 from jaxgrpo.model.cache import DecodeCache, Prefix, empty_cache, write_slots
+from jaxgrpo.model.chunks import cut
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.lora import A_SUFFIX, B_SUFFIX, LINEAR
+from jaxgrpo.model.packed import is_packed, unpacked
 from jaxgrpo.model.sharding import Axes, constrain, constrain_rows, gathered, kv_copies, whole_rows
 
 # Scanning a layer stack keeps compilation short; below this many layers a CPU loses more to the loop than it gains.
 UNROLLED_LAYERS = 4
 
 LayerParams = Mapping[str, Array]
+_Pair = tuple[Array, Array]
+"""Keys and values."""
 
 RowAxes = tuple[str | None, str | None]
 """Logical axes of the rows and of the tokens in them."""
@@ -205,10 +209,10 @@ class Transformer(nnx.Module):
         return cls(config, {name: declaration.abstract() for name, declaration in declarations.items()}, stacks)
 
     def parameter(self, name: str) -> Array:
-        """A parameter by its name in `declare(config)`, those of the layers stacked over all of them."""
+        """A parameter by its name in `declare(config)`, those of the layers stacked over all of them, none packed."""
         if not name.startswith("layers."):
-            return getattr(self, name)[...]
-        parts = [stack[name.removeprefix("layers.")][...] for stack in self.layers]
+            return unpacked(getattr(self, name)[...])
+        parts = [unpacked(stack[name.removeprefix("layers.")][...]) for stack in self.layers]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
     def prefill(self, ids: Int[Array, " prefix"]) -> Prefix:
@@ -286,8 +290,13 @@ class Transformer(nnx.Module):
         graphdef, params = nnx.split(self)
         return nnx.merge(graphdef, nnx.merge_state(params, nnx.State({k: nnx.Param(x) for k, x in values.items()})))
 
-    def decode_params(self) -> tuple[LayerParams, ...]:
-        """The layers' parameters, one tree a layer, matrices in the compute type; make them outside a decoding loop."""
+    def decode_params(self) -> tuple[LayerParams, ...] | None:
+        """The layers' parameters, one tree a layer, matrices in the compute type; make them outside a decoding loop.
+
+        None where they are packed: `decode` then expands a layer at a time.
+        """
+        if self._is_packed:
+            return None
         dtype = self.config.dtype
         layers = []
         for stack, params in zip(self.stacks, self._stacked(), strict=True):
@@ -322,37 +331,65 @@ class Transformer(nnx.Module):
             Final-normed hidden states of the block, and the longer cache.
         """
         config = self.config
-        layers = self.decode_params() if layers is None else layers
         slot_valid = write_slots(cache.valid, valid, cache.cursor)
         reach = cache.cursor + jnp.arange(ids.shape[1])
         mask = constrain_rows((jnp.arange(cache.slots) <= reach[:, None]) & slot_valid[:, None, :])
         angles = constrain_rows(_rope(config, positions))
-        hidden = self._embed(ids)
-        all_keys, all_values = [], []
 
-        for index, (params, shared) in enumerate(zip(layers, prefix.by_layer(), strict=True)):
+        def block(hidden: Array, layer: tuple[LayerParams, _Pair, _Pair]) -> tuple[Array, _Pair]:
+            """One layer: the hidden states behind it, and its keys and values with the block's."""
+            params, shared, (keys, values) = layer
+            longer = []
 
-            def attention(
-                q: Array, k: Array, v: Array, index: int = index, shared: tuple[Array, Array] = shared
-            ) -> Array:
-                all_keys.append(write_slots(cache.keys[index], k, cache.cursor))
-                all_values.append(write_slots(cache.values[index], v, cache.cursor))
-                return attend(q, all_keys[-1], all_values[-1], mask, *shared, prefix.length, config.precision)
+            def attention(q: Array, k: Array, v: Array) -> Array:
+                longer.append((write_slots(keys, k, cache.cursor), write_slots(values, v, cache.cursor)))
+                return attend(q, *longer[0], mask, *shared, prefix.length, config.precision)
 
-            hidden = _block(config, params, hidden, angles, attention)[0]
-        cache = DecodeCache(tuple(all_keys), tuple(all_values), slot_valid, cache.cursor + ids.shape[1])
+            return _block(config, params, hidden, angles, attention)[0], longer[0]
+
+        hidden, cached = self._embed(ids), tuple(zip(cache.keys, cache.values, strict=True))
+        layers = self.decode_params() if layers is None else layers
+        if layers is None:
+            hidden, cached = self._decode_packed(block, hidden, prefix, cached)
+        else:
+            made = []
+            for layer in zip(layers, prefix.by_layer(), cached, strict=True):
+                hidden, longer = block(hidden, layer)
+                made.append(longer)
+            cached = tuple(made)
+        cache = DecodeCache(*zip(*cached, strict=True), slot_valid, cache.cursor + ids.shape[1])
         return _rms_norm(hidden, self.final_norm[...], config), cache
 
-    def head(self) -> Float[Array, "vocab width"]:
-        """The matrix whose rows score the vocabulary: the embedding where they are tied."""
+    def _decode_packed(
+        self, block: Callable, hidden: Array, prefix: Prefix, cached: tuple[_Pair, ...]
+    ) -> tuple[Array, tuple[_Pair, ...]]:
+        """Goes up through packed layers in a scan, where no more than one layer is expanded at any time.
+
+        Without it the expansions, which depend on nothing, could stand before the first layer or outside of a loop.
+        """
+        ends = np.cumsum([stack.layers for stack in self.stacks]).tolist()
+        parts = [cached[end - stack.layers : end] for stack, end in zip(self.stacks, ends, strict=True)]
+        stacked = [jax.tree.map(lambda *each: jnp.stack(each), *part) for part in parts]
+        shared = zip(prefix.keys, prefix.values, strict=True)
+        hidden, made = self._scan(block, hidden, list(zip(self._stacked(), shared, stacked, strict=True)))
+        longer = [(keys[at], values[at]) for keys, values in made for at in range(keys.shape[0])]
+        return hidden, tuple(longer)
+
+    def head(self) -> Num[Array, "vocab width"]:
+        """The matrix whose rows score the vocabulary: the embedding where they are tied; packed where that is."""
         return self._table("embedding" if self.config.tie_embeddings else "head_matrix")
 
     def logits(self, hidden: Float[Array, "*rows width"]) -> Float[Array, "*rows vocab"]:
         """Scores of the whole vocabulary, float32."""
-        return self.logits_of(hidden, self.head())
+        head = self.head()
+        if not is_packed(head):
+            return self.logits_of(hidden, head)
+        # A chunk at a time, for no more than that is to be expanded.
+        scores = jax.lax.map(lambda rows: self.logits_of(hidden, rows), cut(head))
+        return jnp.moveaxis(scores, 0, -2).reshape(*hidden.shape[:-1], -1)[..., : head.shape[0]]
 
     def logits_of(
-        self, hidden: Float[Array, "*rows width"], head: Float[Array, "some width"]
+        self, hidden: Float[Array, "*rows width"], head: Num[Array, "some width"]
     ) -> Float[Array, "*rows some"]:
         """Scores of some rows of the head, float32: for those who go through the vocabulary a chunk at a time."""
         return _product("...d,vd->...v", hidden, head, self.config, jnp.float32)
@@ -366,6 +403,10 @@ class Transformer(nnx.Module):
     def _stacked(self) -> list[dict[str, Array]]:
         return [{name: parameter[...] for name, parameter in stack.items()} for stack in self.layers]
 
+    @property
+    def _is_packed(self) -> bool:
+        return any(is_packed(parameter[...]) for stack in self.layers for parameter in stack.values())
+
     def _table(self, name: str) -> Array:
         """A parameter outside of the layers, whole but for what is divided along the vocabulary."""
         return gathered(getattr(self, name)[...], *axes_of(name), dtype=self.config.dtype)
@@ -373,7 +414,7 @@ class Transformer(nnx.Module):
     def _embed(
         self, ids: Int[Array, "batch tokens"], axes: RowAxes = ("rows", None)
     ) -> Float[Array, "batch tokens width"]:
-        return constrain(self._table("embedding")[ids].astype(self.config.dtype), *axes, None)
+        return constrain(unpacked(self._table("embedding")[ids]).astype(self.config.dtype), *axes, None)
 
     def _scan(self, body: Callable, carry: Array, stacks: Sequence[Any]) -> tuple[Array, list[Any]]:
         """Goes up through the layers, a scan a stack; also what `body` gave, stacked, for each stack."""
@@ -454,7 +495,7 @@ def _linear(config: ModelConfig, params: LayerParams, name: str, x: Array) -> Ar
 
 def _product(equation: str, x: Array, matrix: Array, config: ModelConfig, result: Any = None) -> Array:
     """An einsum in the compute type at the configuration's precision."""
-    x, matrix = x.astype(config.dtype), matrix.astype(config.dtype)
+    x, matrix = x.astype(config.dtype), unpacked(matrix).astype(config.dtype)
     return jnp.einsum(equation, x, matrix, precision=config.precision, preferred_element_type=result or config.dtype)
 
 

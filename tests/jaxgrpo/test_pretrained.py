@@ -21,6 +21,7 @@ from jaxgrpo.checkpoints import Checkpoints, bytes_of
 from jaxgrpo.cli import main
 from jaxgrpo.config import ConfigError, resolve
 from jaxgrpo.model import weights
+from jaxgrpo.model.packed import PACKED, stored_as
 from jaxgrpo.model.trained import join
 from jaxgrpo.model.transformer import Transformer
 from jaxgrpo.records import RunFolder, write_config
@@ -85,13 +86,14 @@ def test_transformers_and_a_further_run_load_what_was_trained(tmp_path, capsys, 
 # PEFT asks transformers in a way that newer ones deprecate.
 PEFT_LOADS = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 LORA = {"lora.rank": 3, "lora.alpha": 6.0}
+HALF = {"base_dtype": "bfloat16"}  # packed on a CPU
 
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory):
-    """The folder of a run with adapters on one layer, its experiment and its adapters."""
+    """The folder of a run with adapters on one layer of a base in bfloat16, its experiment and its adapters."""
     folder = tmp_path_factory.mktemp("runs") / "adapted"
-    return folder, *make_run(folder, **LORA, train_layers="1")
+    return folder, *make_run(folder, **LORA, **HALF, train_layers="1")
 
 
 @PEFT_LOADS
@@ -142,26 +144,26 @@ def test_adapters_of_a_folder_of_files_name_it_as_their_base(run, tmp_path):
 
 def test_the_base_is_kept_in_the_type_that_is_asked_for(tmp_path):
     """Read from files as when drawn from the seed: matrices rounded once, norms and biases as they are."""
-    experiment = build(resolve({**LORA, "base_dtype": "bfloat16"}))
+    experiment = build(resolve({**LORA, **HALF}))
     drawn, full = experiment.fixed.params, build(resolve(LORA)).fixed.params
     experiment.save_pretrained(tmp_path, experiment.init().params)
-    read = build(resolve({**LORA, "base_dtype": "bfloat16", "model": str(tmp_path), "preset": "tiny"})).fixed.params
+    read = build(resolve({**LORA, **HALF, "model": str(tmp_path), "preset": "tiny"})).fixed.params
     assert_same(read, drawn)
     for path, leaf in jax.tree.leaves_with_path(drawn):
         vector = any(word in jax.tree_util.keystr(path) for word in ("norm", "bias"))
-        assert leaf.dtype == (jnp.float32 if vector else jnp.bfloat16)
-    assert_same(drawn, jax.tree.map(lambda x, like: x.astype(like.dtype), full, drawn))
+        assert leaf.dtype == (jnp.float32 if vector else PACKED)
+    assert_same(drawn, jax.tree.map(lambda x, like: stored_as(x, like.dtype), full, drawn))
     assert {x.dtype.name for x in jax.tree.leaves(full)} == {"float32"}
 
 
 def test_adapters_go_on_in_another_run_and_merge_into_a_full_one(adapted, tmp_path):
     folder, experiment, params = adapted
-    same = {**LORA, "train_layers": "1", "init_from": str(folder)}
+    same = {**LORA, **HALF, "train_layers": "1", "init_from": str(folder)}
     further = build(resolve({**same, "seed": 5, "kl_beta": 0.1}))
     assert_same(further.init().params, params)
     assert_same(further.fixed.params, experiment.fixed.params)
     assert_same(further.fixed.reference, params)
-    full = build(resolve({"init_from": str(folder)}))
+    full = build(resolve({**HALF, "init_from": str(folder)}))
     ids = np.arange(24)[None] * 7 % 500
     expected = logits(experiment, params, ids)
     np.testing.assert_allclose(logits(full, full.init().params, ids), expected, atol=1e-5)
@@ -189,7 +191,7 @@ def test_a_checkpoint_holds_adapters_alone(adapted):
     names = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(restored)}
     assert len(names) == 14 and all("_lora_" in name for name in names)
     size = sum(file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file())
-    assert size < 0.3 * bytes_of(experiment.fixed.params)
+    assert size < 0.6 * bytes_of(experiment.fixed.params)
     assert stored.lora.rank == 3
     other = build(resolve({**LORA, "lora.rank": 4, "train_layers": "1"}))
     checkpoints = Checkpoints(RunFolder(folder).checkpoints, keep=None)

@@ -10,6 +10,7 @@ import pytest
 from jax.tree_util import Partial
 
 from jaxgrpo import token_statistics as statistics
+from jaxgrpo.model import chunks
 from tests.jaxgrpo.jaxprs import array_shapes, equations
 
 TOKENS, WIDTH = 6, 8
@@ -96,7 +97,7 @@ def weighted_sum(found: statistics.TokenStatistics) -> jax.Array:
 def test_values_and_gradients_equal_the_plain_ones(
     monkeypatch: pytest.MonkeyPatch, chunk: int, masked: bool, asked: str
 ):
-    monkeypatch.setattr(statistics, "_LARGEST_CHUNK", chunk)
+    monkeypatch.setattr(chunks, "_LARGEST_CHUNK", chunk)
     vocab, real = 96, 91
     hidden, head, token = problem(vocab)
     allowed = (lambda ids: ids[None] % 3 == token[:, None] % 3) if masked else None
@@ -134,7 +135,7 @@ def test_only_the_policy_is_differentiated():
 
 
 def test_equal_policies_have_no_divergence_and_a_relative_critic_begins_at_zero(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(statistics, "_LARGEST_CHUNK", 16)
+    monkeypatch.setattr(chunks, "_LARGEST_CHUNK", 16)
     hidden, head, token = problem(96)
     own = statistics.Scores(30 * hidden, head)
     found = chunked(30 * hidden, head, token, 96, reference=own, critic=own, critic_is_relative=True)
@@ -143,7 +144,7 @@ def test_equal_policies_have_no_divergence_and_a_relative_critic_begins_at_zero(
 
 
 def test_members_of_a_vmap_have_their_own_masks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(statistics, "_LARGEST_CHUNK", 37)
+    monkeypatch.setattr(chunks, "_LARGEST_CHUNK", 37)
     hidden, head, token = problem(96)
     members = jnp.stack([hidden, -hidden]), jnp.stack([token, token[::-1]])
 
@@ -196,7 +197,7 @@ def test_no_array_of_tokens_by_vocabulary_forward_or_backward():
 
 @pytest.mark.parametrize(("vocab", "size"), [(512, 512), (49_152, 16_384), (151_936, 9_496), (32_003, 16_384)])
 def test_chunks_divide_the_published_vocabularies(vocab: int, size: int):
-    assert statistics.chunk_size(vocab) == size
+    assert chunks.chunk_size(vocab) == size
 
 
 def test_few_choices_equal_the_masked_vocabulary():

@@ -145,7 +145,7 @@ class LanguageAgentPolicy:
     @jax.named_scope("prefix")
     def prefix(self, params: PyTree[Array]) -> Prefix:
         """Keys and values of the static prompt, without a batch axis."""
-        return self.model(params).prefill(jnp.asarray(self.prefix_ids, jnp.int32))
+        return self.model(params).prefill(jnp.asarray(self.prefix_ids, jnp.int32), remat=self.remat)
 
     # Sampling
 

@@ -215,8 +215,13 @@ class Transformer(nnx.Module):
         parts = [unpacked(stack[name.removeprefix("layers.")][...]) for stack in self.layers]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
-    def prefill(self, ids: Int[Array, " prefix"]) -> Prefix:
-        """Keys and values of the prompt shared by all rows; no tokens give an empty prefix."""
+    def prefill(self, ids: Int[Array, " prefix"], *, remat: bool = True) -> Prefix:
+        """Keys and values of the prompt shared by all rows; no tokens give an empty prefix.
+
+        Args:
+            ids: tokens of the prompt.
+            remat: as in `forward`; where nothing is differentiated it makes no difference.
+        """
         config = self.config
         length, kv_heads = ids.shape[0], config.kv_heads * kv_copies(config)
         if length == 0:
@@ -237,6 +242,7 @@ class Transformer(nnx.Module):
             hidden, keys, values = _block(config, params, hidden, angles, attention, (None, "prefix"))
             return hidden, (keys[0], values[0])
 
+        body = jax.checkpoint(body) if remat else body
         _, made = self._scan(body, self._embed(ids[None], (None, "prefix")), self._stacked())
         keys, values = zip(*made, strict=True)
         return Prefix(keys, values, length)

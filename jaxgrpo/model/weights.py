@@ -4,11 +4,13 @@ Reading and writing go block by block (one layer of one parameter), so that besi
 host holds one block: what a device is to hold is read for it alone and written into its array in place.
 """
 
+import dataclasses
 import difflib
 import functools
 import importlib.util
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -273,13 +275,40 @@ def save_pretrained(
     Raises:
         WeightsError: another type.
     """
+    _require_saved(dtype)
+    model = nnx.merge(nnx.split(Transformer.abstract(config, stacks))[0], params)
+    _write_folder(Path(directory), config, list(_stored(model, jnp.dtype(dtype))), max_shard_bytes, dtype)
+
+
+def save_random(
+    directory: str | Path,
+    config: ModelConfig,
+    key: PRNGKeyArray,
+    max_shard_bytes: int = 5 * 10**9,
+    dtype: str = "float32",
+) -> None:
+    """Writes a checkpoint of random weights, as `save_pretrained` does, of a model that need not fit into memory.
+
+    Every tensor is drawn as it is written, from the distribution of `init` but not with its values.
+
+    Raises:
+        WeightsError: another type.
+    """
+    _require_saved(dtype)
+    _write_folder(Path(directory), config, list(_drawn(config, key, jnp.dtype(dtype))), max_shard_bytes, dtype)
+
+
+def _require_saved(dtype: str) -> None:
     if dtype not in SAVED_DTYPES:
         raise WeightsError(f"weights cannot be saved as {dtype!r}; use one of {', '.join(SAVED_DTYPES)}")
-    directory = Path(directory)
+
+
+def _write_folder(
+    directory: Path, config: ModelConfig, tensors: Sequence["_Stored"], max_shard_bytes: int, dtype: str
+) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     _remove_weights(directory)
-    model = nnx.merge(nnx.split(Transformer.abstract(config, stacks))[0], params)
-    shards = _sharded(list(_stored(model, jnp.dtype(dtype))), max_shard_bytes)
+    shards = _sharded(tensors, max_shard_bytes)
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         files = ["model.safetensors"]
@@ -379,6 +408,22 @@ def _stored(model: Transformer, dtype: np.dtype) -> Iterator[_Stored]:
             values = [functools.partial(model.parameter(name).astype, dtype)]
         for file_name, value in zip(layout.file_names(FILE_NAMES[name].hf), values, strict=True):
             yield _Stored(file_name, layout.file_shape(), dtype, value)
+
+
+def _drawn(config: ModelConfig, key: PRNGKeyArray, dtype: np.dtype) -> Iterator[_Stored]:
+    """Every tensor of a Hugging Face file, drawn when it is asked for."""
+    for name, declaration in declare(config).items():
+        layout = _Layout.of(name, declaration)
+        one = dataclasses.replace(declaration, shape=declaration.shape[1:]) if layout.stacked else declaration
+        for file_name in layout.file_names(FILE_NAMES[name].hf):
+            own = jax.random.fold_in(key, zlib.crc32(file_name.encode()))
+            value = functools.partial(_drawn_one, one, config.init_std, dtype, own)
+            yield _Stored(file_name, layout.file_shape(), dtype, value)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _drawn_one(declaration: Declaration, std: float, dtype: np.dtype, key: PRNGKeyArray) -> Array:
+    return declaration.initial(key, std).astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))

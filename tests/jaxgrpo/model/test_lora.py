@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxgrpo.checkpoints import bytes_of
+from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.lora import LINEAR, PEFT_NAMES, LoRA, parse_targets
 from jaxgrpo.model.packed import PACKED
 from jaxgrpo.model.trained import (
@@ -19,6 +20,7 @@ from jaxgrpo.model.trained import (
     initial_adapters,
     join,
     merge_adapters,
+    split_trained,
     switched_off,
 )
 from jaxgrpo.model.transformer import Stack, Transformer
@@ -29,7 +31,18 @@ from jaxgrpo.train_step import Fixed
 from tests.jaxgrpo.experiments import compiled, small
 from tests.jaxgrpo.jaxprs import array_shapes
 from tests.jaxgrpo.model.checkpoints import assert_same
-from tests.jaxgrpo.model.test_transformer import CONFIG, DEEP, decode, forward, log_probs, prompt, random_model, rows
+from tests.jaxgrpo.model.test_transformer import (
+    CONFIG,
+    DEEP,
+    TOKENS,
+    _decode,
+    decode,
+    forward,
+    log_probs,
+    prompt,
+    random_model,
+    rows,
+)
 
 ADAPTED = dataclasses.replace(CONFIG, lora=LoRA(rank=3, alpha=6.0))
 DEEP_ADAPTED = dataclasses.replace(DEEP, lora=LoRA(rank=2, alpha=5.0))
@@ -183,6 +196,30 @@ def test_a_packed_base_gives_the_bits_of_a_base_in_bfloat16(vocab):
         return jnp.sum(found.log_prob + 2 * found.entropy + 3 * found.kl)
 
     assert_same(score(trained, packed), score(trained, half))
+
+
+def test_no_more_than_some_layers_of_a_packed_base_are_expanded():
+    """In decoding, where the loop must not be given them expanded, and in a gradient that goes through the prefix."""
+    config = ModelConfig("qwen2", 512, width=128, layers=16, heads=2, kv_heads=1, head_dim=64, ffn=512, lora=LoRA(2, 4.0))
+    graph, params = nnx.split(Transformer.abstract(config))
+    trained, frozen = split_trained(params, (Stack(16),))
+    frozen = jax.eval_shape(lambda base: cast_base(base, base_types(config, PACKED)), frozen)
+    ids, valid = jnp.zeros((2, TOKENS), jnp.int32), jnp.ones((2, TOKENS), bool)
+
+    def play(trained, frozen, prompt):
+        return _decode.__wrapped__(graph, join(trained, frozen), ids, ids, valid, prompt, (4,))
+
+    def learn(trained, frozen, prompt):
+        def total(trained):
+            model = nnx.merge(graph, join(trained, frozen))
+            return model.forward(ids, ids, valid, model.prefill(prompt)).sum()
+
+        return jax.grad(total)(trained)
+
+    layer = 4 * sum(x.size for x in jax.tree.leaves(frozen["layers"])) / config.layers
+    for run in (play, learn):
+        compiled = jax.jit(run).lower(trained, frozen, prompt(5)).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 4 * layer
 
 
 OPTIONS = {"lora.rank": 2, "base_dtype": "bfloat16", "kl_beta": 0.1, "weight_decay": 0.1, "gradient_clip": 0.5, "learning_rate": 0.01}

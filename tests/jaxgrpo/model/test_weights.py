@@ -108,6 +108,24 @@ def test_saving_over_other_weights_leaves_none_of_them(tmp_path):
     assert_same(weights.load(tmp_path)[1], first)
 
 
+def test_random_weights_are_written_as_they_are_drawn(tmp_path):
+    """Each of the declared distribution, none like another, the same for the same key."""
+    config = dataclasses.replace(CONFIG, architecture="qwen2", qkv_bias=True, init_std=0.1)
+    weights.save_random(tmp_path, config, jax.random.key(3), max_shard_bytes=20_000, dtype="bfloat16")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    found_config, params = weights.load(tmp_path)
+    assert found_config == config
+    for name, x in named(params).items():
+        declared = declare(config)[name]
+        if declared.init != "normal":
+            np.testing.assert_array_equal(x, declared.initial(jax.random.key(0), 0.1))
+            continue
+        assert abs(x.mean()) < 5 * 0.1 / x.size**0.5 and 0.08 < x.std() < 0.12
+        assert name == "embedding" or not np.array_equal(x[0], x[1])
+    weights.save_random(tmp_path / "again", config, jax.random.key(3), dtype="bfloat16")
+    assert_same(weights.load(tmp_path / "again")[1], params)
+
+
 def test_shards_keep_to_the_limit(tmp_path):
     save(tmp_path, weights.init(CONFIG, jax.random.key(1)), max_shard_bytes=10_000)
     shards = sorted(tmp_path.glob("*.safetensors"))

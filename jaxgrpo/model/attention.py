@@ -1,4 +1,12 @@
-"""Attention of many short rows to one shared prefix and to themselves, with a single softmax over both."""
+"""Attention of many short rows to one shared prefix and to themselves, with a single softmax over both.
+
+The prompt itself, which is one long row, is the one place where cuDNN's fused attention applies. Rows have keys of two
+kinds, with and without a batch axis. To attend to each kind apart and merge the two by their log-sum-exps, which
+`jax.nn.dot_product_attention` can return, would lose gradients (it returns them as constants) and digits (in bfloat16).
+"""
+
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -76,3 +84,52 @@ def attend(
     mixed = jnp.einsum("btkgs,bskd->btkgd", own, values, **float32)
     mixed = mixed + jnp.einsum("btkgp,pkd->btkgd", shared, prefix_values, **float32)
     return mixed.astype(queries.dtype).reshape(queries.shape)
+
+
+def attend_causally(
+    queries: Float[Array, "tokens heads head_dim"],
+    keys: Float[Array, "tokens kv_heads head_dim"],
+    values: Float[Array, "tokens kv_heads head_dim"],
+    precision: jax.lax.Precision,
+) -> Float[Array, "tokens heads head_dim"]:
+    """Softmax attention of every token of one sequence to itself and to those before it.
+
+    On a machine with a single CUDA GPU it is cuDNN's, where the type is bfloat16 and the head's size one of cuDNN's.
+    """
+
+    def plain(queries: Array, keys: Array, values: Array) -> Array:
+        mask = jnp.tril(jnp.ones((queries.shape[0], queries.shape[0]), bool))[None]
+        nothing = keys[:0], values[:0]
+        return attend(queries[None], keys[None], values[None], mask, *nothing, 0, precision)[0]
+
+    if not _cudnn_applies(queries):
+        return plain(queries, keys, values)
+    # A program may be lowered for another platform than this machine's.
+    return jax.lax.platform_dependent(queries, keys, values, cuda=fused, default=plain)
+
+
+def fused(
+    queries: Float[Array, "tokens heads head_dim"],
+    keys: Float[Array, "tokens kv_heads head_dim"],
+    values: Float[Array, "tokens kv_heads head_dim"],
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Float[Array, "tokens heads head_dim"]:
+    """`attend_causally` by one fused kernel, which never holds tokens by tokens scores."""
+    return jax.nn.dot_product_attention(queries, keys, values, is_causal=True, implementation=implementation)
+
+
+def _cudnn_applies(queries: Float[Array, "tokens heads head_dim"]) -> bool:
+    """Whether this machine has one CUDA GPU whose cuDNN takes arrays like these.
+
+    Among several devices arrays may be cut in ways that it refuses.
+    """
+    head_dim = queries.shape[-1]
+    fits = queries.dtype in (jnp.bfloat16, jnp.float16) and head_dim <= 128 and head_dim % 8 == 0
+    return bool(fits and queries.shape[0] > 0 and jax.device_count() == 1 and _is_ampere_or_later(jax.devices()[0]))
+
+
+@functools.cache
+def _is_ampere_or_later(device: Any) -> bool:
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version:
+        return False
+    return float(device.compute_capability) >= 8.0

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
-from jaxgrpo.model.attention import attend, rope_angles, rope_frequencies, rotate
+from jaxgrpo.model.attention import attend, attend_causally, rope_angles, rope_frequencies, rotate
 from jaxgrpo.model.cache import DecodeCache, Prefix, empty_cache, write_slots
 from jaxgrpo.model.chunks import cut
 from jaxgrpo.model.config import ModelConfig
@@ -230,13 +230,11 @@ class Transformer(nnx.Module):
             return Prefix(empty, empty, 0)
         # No token looks at the filling, which stands behind them all.
         ids = jnp.pad(ids, (0, whole_rows(length) - length))
-        mask = jnp.tril(jnp.ones((ids.shape[0], ids.shape[0]), bool))[None]
         angles = _rope(config, jnp.arange(ids.shape[0])[None])
-        nothing = jnp.zeros((0, kv_heads, config.head_dim), config.dtype)
 
         def attention(q: Array, k: Array, v: Array) -> Array:
             k, v = (gathered(x, None, "prefix", "kv_heads", None) for x in (k, v))
-            return attend(q, k, v, mask, nothing, nothing, 0, config.precision)
+            return attend_causally(q[0], k[0], v[0], config.precision)[None]
 
         def body(hidden: Array, params: LayerParams) -> tuple[Array, tuple[Array, Array]]:
             hidden, keys, values = _block(config, params, hidden, angles, attention, (None, "prefix"))

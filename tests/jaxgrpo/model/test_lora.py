@@ -200,7 +200,9 @@ def test_a_packed_base_gives_the_bits_of_a_base_in_bfloat16(vocab):
 
 def test_no_more_than_some_layers_of_a_packed_base_are_expanded():
     """In decoding, where the loop must not be given them expanded, and in a gradient that goes through the prefix."""
-    config = ModelConfig("qwen2", 512, width=128, layers=16, heads=2, kv_heads=1, head_dim=64, ffn=512, lora=LoRA(2, 4.0))
+    config = ModelConfig(
+        "qwen2", 512, width=128, layers=16, heads=2, kv_heads=1, head_dim=64, ffn=512, lora=LoRA(2, 4.0)
+    )
     graph, params = nnx.split(Transformer.abstract(config))
     trained, frozen = split_trained(params, (Stack(16),))
     frozen = jax.eval_shape(lambda base: cast_base(base, base_types(config, PACKED)), frozen)
@@ -222,7 +224,14 @@ def test_no_more_than_some_layers_of_a_packed_base_are_expanded():
         assert compiled.memory_analysis().temp_size_in_bytes < 4 * layer
 
 
-OPTIONS = {"lora.rank": 2, "base_dtype": "bfloat16", "kl_beta": 0.1, "weight_decay": 0.1, "gradient_clip": 0.5, "learning_rate": 0.01}
+OPTIONS = {
+    "lora.rank": 2,
+    "base_dtype": "bfloat16",
+    "kl_beta": 0.1,
+    "weight_decay": 0.1,
+    "gradient_clip": 0.5,
+    "learning_rate": 0.01,
+}
 
 
 def test_a_step_trains_the_adapters_alone_and_on_policy_the_ratio_is_one():

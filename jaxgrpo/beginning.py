@@ -292,6 +292,13 @@ class NamedModel:
         whole = nnx.split(Transformer.abstract(self.config, self.stacks))[1]
         return placed(self.mesh, split_trained(whole, self.stacks)[0])
 
+    def abstract_frozen(self) -> Any:
+        """Shapes, types and places of the parameters that are not."""
+        frozen = split_trained(nnx.split(Transformer.abstract(self.config, self.stacks))[1], self.stacks)[1]
+        if self.config.lora is not None:
+            frozen = jax.eval_shape(functools.partial(cast_base, types=self._types), frozen)
+        return placed(self.mesh, frozen)
+
     def adapters(self, seed: int) -> Any:
         """Adapters before any training."""
         return make_placed(self.mesh, functools.partial(initial_adapters, self.config, self.stacks))(

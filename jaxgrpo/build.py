@@ -24,6 +24,7 @@ from jaxgrpo.config import ConfigError, HyperParameters, Switches, TrainConfig
 from jaxgrpo.critic import CriticNetwork
 from jaxgrpo.episodes import Episodes
 from jaxgrpo.evaluation import Outcome, play_policy
+from jaxgrpo.fitting import Fit, largest, memory_allowed, memory_needed
 from jaxgrpo.model import weights
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.placement import make_placed, placed
@@ -49,12 +50,14 @@ class Experiment:
         config: the configuration.
         game: the game with its text for the model's tokenizer.
         train_step: the step, not yet compiled; its `rollout` and `update` can be jitted apart.
+        fit: how the micro-batch in `config` was chosen; None where it was given.
     """
 
     config: TrainConfig
     game: TokenizedGame
     train_step: TrainStep
     _beginning: Beginning
+    fit: Fit | None = None
 
     @property
     def _model(self) -> NamedModel:
@@ -75,6 +78,10 @@ class Experiment:
         """The configuration's traced numbers."""
         with jax.ensure_compile_time_eval():  # kept: asked for first inside of a trace, they must be none of its values
             return everywhere(self.mesh, HyperParameters.from_config(self.config))
+
+    def abstract_hyperparameters(self) -> HyperParameters:
+        """Shapes and types of the traced numbers."""
+        return jax.eval_shape(lambda: HyperParameters.from_config(self.config))
 
     @property
     def origin(self) -> dict[str, Any] | None:
@@ -110,6 +117,15 @@ class Experiment:
     def abstract_state(self) -> TrainState:
         """Shapes, types and places of the state, without a value."""
         return placed(self.mesh, jax.eval_shape(self._state, self._model.abstract_trained()))
+
+    def abstract(self) -> tuple[TrainState, Fixed]:
+        """Shapes, types and places of the state and of what is fixed; no parameter is read or drawn for them."""
+        reference = None
+        if self.train_step.uses_reference:
+            reference = self._model.abstract_trained()
+            # Before training, adapters that add nothing are the base alone.
+            reference = jax.eval_shape(switched_off, reference) if self._model.config.lora else reference
+        return self.abstract_state(), Fixed(self._model.abstract_frozen(), placed(self.mesh, reference))
 
     def on(self, game: str) -> "Experiment":
         """The same model, beginning and options with another game."""
@@ -173,6 +189,49 @@ class Experiment:
             rows=self.config.play.rollout_rows,
             keep_episodes=keep_episodes,
         )
+
+    def _with_fitting_micro_batch(self) -> "Experiment":
+        """The same experiment with the largest micro-batch, a power of two, whose `update` fits into memory.
+
+        Raises:
+            ConfigError: none does, or the memory is unknown.
+        """
+        allowed = memory_allowed()
+        if allowed is None:
+            raise ConfigError("--micro-batch auto: this device does not say how much memory it has; give a number.")
+        rows = self.config.trained * self.game.game.environment.max_steps
+        sizes = [2**n for n in range((rows - 1).bit_length() + 1)]
+        least: list[int | None] = []
+
+        def needed(size: int) -> int | None:
+            least[:] = [self.with_micro_batch(size)._memory_of_update()]
+            return least[0]
+
+        fit = largest(sizes, allowed, needed)
+        if fit is None:
+            needs = f"needs {least[0] / 1e9:.2f} GB and" if least[0] else "does not fit:"
+            raise ConfigError(
+                f"--micro-batch auto: learning with a single row {needs} {allowed / 1e9:.2f} GB may be taken; give a "
+                "smaller model, --lora.rank, a shorter --reply-limit, or more devices."
+            )
+        return dataclasses.replace(self.with_micro_batch(fit.size), fit=fit)
+
+    def with_micro_batch(self, size: int) -> "Experiment":
+        """The same experiment with so many rows in a micro-batch."""
+        learn = dataclasses.replace(self.config.learn, micro_batch=size)
+        config = dataclasses.replace(self.config, learn=learn)
+        step = dataclasses.replace(self.train_step, config=config)
+        return dataclasses.replace(self, config=config, train_step=step)
+
+    def _memory_of_update(self) -> int | None:
+        """Bytes that the compiled `update` takes of each device; None where it cannot fit."""
+        (state, fixed), hyperparameters = self.abstract(), self.abstract_hyperparameters()
+
+        def lower() -> jax.stages.Lowered:
+            episodes = jax.eval_shape(self.train_step.rollout, state, fixed, hyperparameters)
+            return self._compiled_update.lower(state, placed(self.mesh, episodes), fixed, hyperparameters)
+
+        return memory_needed(self._call(lower))
 
     def _call(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
         """Calls what is traced for the mesh; the arguments are made outside of it, for their own devices."""
@@ -273,7 +332,8 @@ def build(config: TrainConfig, devices: Sequence[Any] | None = None) -> Experime
         WeightsError: the model is absent, damaged or unknown.
         UnsupportedModelError: the model has a feature that is not computed here.
     """
-    return _build(config, Beginning(config, devices))
+    experiment = _build(config, Beginning(config, devices))
+    return experiment._with_fitting_micro_batch() if config.learn.micro_batch == "auto" else experiment
 
 
 def _build(config: TrainConfig, beginning: Beginning) -> Experiment:

@@ -116,8 +116,8 @@ class LearnConfig:
     """Times the episodes of an iteration are gone through."""
     minibatches: int = 1
     """Optimiser steps in a pass."""
-    micro_batch: int = 256
-    """Rows in one forward and backward; memory grows with it, results change by rounding alone."""
+    micro_batch: int | Literal["auto"] = 256
+    """Rows in one forward and backward; memory grows with it, results change by rounding alone; "auto": what fits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +225,7 @@ class TrainConfig:
         """Refuse values outside their ranges."""
         values = flatten(self)
         for name in _POSITIVE:
-            if values[name] < 1:
+            if isinstance(values[name], int) and values[name] < 1:
                 raise ConfigError(f"--{_option(name)} {values[name]}: must be at least 1.")
         for name in _NON_NEGATIVE:
             if not values[name] >= 0:
@@ -504,6 +504,8 @@ def resolve(
         merged = {**PRESETS[preset], **of_algorithm[0], **of_algorithm[1], **chosen, "preset": preset}
     else:
         merged = chosen
+    if resumed is not None and merged.get("micro_batch") == "auto":
+        merged = {name: value for name, value in merged.items() if name != "micro_batch"}  # it was chosen at the start
     source = f"{toml}: " if toml and from_file.keys() - options.keys() else ""
     return with_options(resumed or TrainConfig(), merged, source=source)
 
@@ -613,11 +615,14 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
                 f"--{_option(name)} {value}: allowed are {', '.join(map(str, allowed))}.{nearest(str(value), allowed)}"
             )
         return value
-    kinds = allowed or (kind,)
+    words = [word for k in allowed or () if typing.get_origin(k) is Literal for word in typing.get_args(k)]
+    if isinstance(value, str) and value in words:
+        return value
+    kinds = [k for k in allowed or (kind,) if typing.get_origin(k) is not Literal]
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not any(isinstance(value, k) and (k is bool or not isinstance(value, bool)) for k in kinds):
-        names = " or ".join(_KIND_NAMES[k] for k in kinds)
+        names = " or ".join([*(_KIND_NAMES[k] for k in kinds), *words])
         raise ConfigError(f"--{_option(name)} {value!r}: must be {names}.")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"--{_option(name)} {value}: must be finite.")

@@ -273,7 +273,9 @@ class TrainStep:
         self, order: Int[Array, " capacity"], first: Int[Array, ""] | int, last: Int[Array, ""]
     ) -> tuple[Int[Array, ""], Any]:
         """How many micro-batches positions `first` to `last` fill, and a function to the i-th's rows and mask."""
-        size = whole_rows(min(self.config.learn.micro_batch, order.shape[0]))
+        micro_batch = self.config.learn.micro_batch
+        assert micro_batch != "auto", "`build` puts a number in its place"
+        size = whole_rows(min(micro_batch, order.shape[0]))
         padded = jnp.pad(order, (0, size))
 
         def at(i: Array) -> tuple[Int[Array, " size"], Bool[Array, " size"]]:

@@ -109,14 +109,24 @@ def train(config: TrainConfig, *, experiment: Trainable | None = None, quiet: bo
     hosts.require_shared(folder.path)
     if config.run.compilation_cache:
         use_compilation_cache()
+    fit = None
     try:
-        experiment = experiment or hosts.together(lambda: _build(config))
-        assert experiment is not None
+        if experiment is None:
+            built = hosts.together(lambda: _build(config))
+            assert built is not None
+            if built.fit is not None:  # the least that any process has room for
+                built = built.with_micro_batch(-hosts.agree(-built.fit.size))
+            experiment, config, fit = built, built.config, built.fit
     except BaseException:
         if is_new and hosts.is_first() and not is_stored(folder.path):
             folder.path.rmdir()  # it is empty still: a mistake in the options leaves nothing behind
         raise
     display = Display(quiet=quiet or not hosts.is_first())
+    if fit is not None:
+        display.say(
+            f"--micro-batch auto: {fit.size} rows, for which learning needs {fit.needed / 1e9:.2f} GB of the "
+            f"{fit.allowed / 1e9:.2f} GB that it may take of a device"
+        )
     with StopSignals(_announce(display), display.stop) as signals:
         try:
             with contextlib.ExitStack() as opened:
@@ -134,7 +144,7 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def _build(config: TrainConfig) -> Trainable:
+def _build(config: TrainConfig) -> Any:
     from jaxgrpo.build import build
 
     return build(config)

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -86,6 +87,14 @@ def test_a_resumed_run_keeps_its_options():
         run, {"resume": True, "iterations": 9}
     )
     assert resolve({"preset": "paper"}, resumed=run).play.groups == PRESETS["paper"]["groups"]
+    assert resolve({"micro_batch": "auto"}, resumed=run) == run  # what was chosen at the start
+
+
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("32", 32)])
+def test_a_number_or_a_word(tmp_path, text, value):
+    assert from_text(TrainConfig, {"micro_batch": text}) == {"micro_batch": value}
+    toml = _toml(tmp_path, f"[learn]\nmicro-batch = {json.dumps(value)}")
+    assert resolve(toml=toml).learn.micro_batch == value
 
 
 @pytest.mark.parametrize(
@@ -118,6 +127,8 @@ def test_a_resumed_run_keeps_its_options():
             {"algorithm": "gipo"},
             r"--algorithm gipo: allowed are ms-grpo, .*, etpo, ppo-kl, poad, ntpo\. Did you mean 'gigpo'\?",
         ),
+        ({"micro_batch": 0}, r"--micro-batch 0: must be at least 1\."),
+        ({"micro_batch": "all"}, r"--micro-batch 'all': must be a whole number or auto\."),
         ({"minibatches": 999}, r"--minibatches 999: more than the 128 episodes trained on"),
     ],
 )

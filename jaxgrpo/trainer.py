@@ -121,6 +121,7 @@ def train(config: TrainConfig, *, experiment: Trainable | None = None, quiet: bo
         if is_new and hosts.is_first() and not is_stored(folder.path):
             folder.path.rmdir()  # it is empty still: a mistake in the options leaves nothing behind
         raise
+    assert experiment is not None
     display = Display(quiet=quiet or not hosts.is_first())
     if fit is not None:
         display.say(

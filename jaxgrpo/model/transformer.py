@@ -342,14 +342,15 @@ class Transformer(nnx.Module):
 
         def block(hidden: Array, layer: tuple[LayerParams, _Pair, _Pair]) -> tuple[Array, _Pair]:
             """One layer: the hidden states behind it, and its keys and values with the block's."""
-            params, shared, (keys, values) = layer
-            longer = []
+            params, (shared_k, shared_v), (keys, values) = layer
 
             def attention(q: Array, k: Array, v: Array) -> Array:
-                longer.append((write_slots(keys, k, cache.cursor), write_slots(values, v, cache.cursor)))
-                return attend(q, *longer[0], mask, *shared, prefix.length, config.precision)
+                nonlocal keys, values
+                keys, values = write_slots(keys, k, cache.cursor), write_slots(values, v, cache.cursor)
+                return attend(q, keys, values, mask, shared_k, shared_v, prefix.length, config.precision)
 
-            return _block(config, params, hidden, angles, attention)[0], longer[0]
+            hidden, *_ = _block(config, params, hidden, angles, attention)
+            return hidden, (keys, values)
 
         hidden, cached = self._embed(ids), tuple(zip(cache.keys, cache.values, strict=True))
         layers = self.decode_params() if layers is None else layers
@@ -361,7 +362,8 @@ class Transformer(nnx.Module):
                 hidden, longer = block(hidden, layer)
                 made.append(longer)
             cached = tuple(made)
-        cache = DecodeCache(*zip(*cached, strict=True), slot_valid, cache.cursor + ids.shape[1])
+        all_keys, all_values = zip(*cached, strict=True)
+        cache = DecodeCache(all_keys, all_values, slot_valid, cache.cursor + ids.shape[1])
         return _rms_norm(hidden, self.final_norm[...], config), cache
 
     def _decode_packed(

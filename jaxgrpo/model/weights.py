@@ -206,7 +206,7 @@ def _read_block(file: WeightsFile, layout: _Layout, dtype: DTypeLike, index: Ind
     if heads is not None:
         part = part.reshape(*part.shape[:heads], -1, layout.shape[heads + 1], *part.shape[heads + 1 :])
         part = part[(slice(None),) * (heads + 1) + (index[heads + 1],)]
-    return stored_as(part, jnp.dtype(dtype))
+    return np.asarray(stored_as(part, jnp.dtype(dtype)))
 
 
 def _placed(layout: _Layout, dtype: DTypeLike, sharding: Sharding | None, read: Callable[[Index], np.ndarray]) -> Array:

@@ -1,5 +1,8 @@
 """Attention within one sequence: by our own products, by a fused kernel, and which of the two a program gets."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +11,10 @@ import pytest
 from jaxgrpo.model import attention
 from jaxgrpo.model.attention import attend_causally, fused
 
-HIGHEST = jax.lax.Precision.HIGHEST
+PLAIN = functools.partial(attend_causally, precision=jax.lax.Precision.HIGHEST)
 
 
-def sequence(dtype=jnp.float32, tokens=7):
+def sequence(dtype=jnp.float32, tokens=7) -> Any:
     keys = jax.random.split(jax.random.key(0), 3)
     return [jax.random.normal(key, (tokens, heads, 8), dtype) for key, heads in zip(keys, (6, 2, 2), strict=True)]
 
@@ -24,14 +27,11 @@ def test_the_fused_kernel_computes_the_same(dtype, tolerance):
     def weighted(out):
         return jnp.sum(out.astype(jnp.float32) * jnp.cos(jnp.arange(out.size).reshape(out.shape)))
 
-    def plain(*arrays):
-        return attend_causally(*arrays, HIGHEST)
-
     def other(*arrays):
         return fused(*arrays, implementation="xla")
 
-    np.testing.assert_allclose(plain(*arrays), other(*arrays), atol=tolerance, rtol=tolerance)
-    gradients = (jax.grad(lambda *a, f=f: weighted(f(*a)), argnums=(0, 1, 2))(*arrays) for f in (plain, other))
+    np.testing.assert_allclose(PLAIN(*arrays), other(*arrays), atol=tolerance, rtol=tolerance)
+    gradients = (jax.grad(lambda *a, f=f: weighted(f(*a)), argnums=(0, 1, 2))(*arrays) for f in (PLAIN, other))
     for one, two in zip(*gradients, strict=True):
         np.testing.assert_allclose(one, two, atol=tolerance, rtol=tolerance)
 
@@ -67,6 +67,6 @@ def test_a_program_gets_what_its_own_platform_has(monkeypatch):
     monkeypatch.setattr(attention, "_cudnn_applies", lambda queries: True)
     # A mark in place of cuDNN, which cannot be traced without it.
     monkeypatch.setattr(attention, "fused", lambda q, k, v: jnp.sin(q))
-    traced = jax.jit(lambda *arrays: attend_causally(*arrays, HIGHEST)).trace(*sequence(jnp.bfloat16))
+    traced = jax.jit(PLAIN).trace(*sequence(jnp.bfloat16))
     marked = {p: "stablehlo.sine" in traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "tpu", "cuda")}
     assert marked == {"cpu": False, "tpu": False, "cuda": True}

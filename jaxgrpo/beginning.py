@@ -284,7 +284,8 @@ class NamedModel:
         """Of the model's own parameters: all float32 where they are trained, else those of a base."""
         if self.config.lora is None:
             return jnp.float32
-        packs = self.base_dtype == "bfloat16" and jax.default_backend() == "cpu"
+        # Where products are in float32, as on CPUs, see `_default_dtype`.
+        packs = self.base_dtype == "bfloat16" and self.config.compute_dtype == "float32"
         return base_types(self.config, PACKED if packs else self.base_dtype)
 
     def abstract_trained(self) -> Any:

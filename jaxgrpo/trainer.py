@@ -96,7 +96,7 @@ def train(config: TrainConfig, *, experiment: Trainable | None = None, quiet: bo
 
     Args:
         config: the run; with `run.resume` it goes on from the folder's last checkpoint.
-        experiment: what `build(config)` gives, where it is at hand.
+        experiment: what `build(config)` gives, where it is at hand; `config` is then its own, `experiment.config`.
         quiet: show nothing.
 
     Raises:

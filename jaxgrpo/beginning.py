@@ -91,19 +91,19 @@ class Beginning:
     asks for them may give them away.
     """
 
-    def __init__(self, config: TrainConfig, devices: Sequence[Any] | None = None) -> None:
+    def __init__(self, config: TrainConfig, model: "NamedModel | None" = None) -> None:
         """Finds the model and, with `init_from`, the checkpoint; no parameter is read yet.
 
         Args:
             config: of the run.
-            devices: that parameters are divided among; None is all that there are.
+            model: the model, where it is found already.
 
         Raises:
             ConfigError: options that do not go together, or no such checkpoint.
             WeightsError: the model is absent, damaged or unknown.
             UnsupportedModelError: the model has a feature that is not computed here.
         """
-        self.model = NamedModel.find(config, devices)
+        self.model = NamedModel.find(config) if model is None else model
         self.start = _Start.find(config)
         self._config = config
         self._frozen: Any = nnx.State({}) if self.model.all_trained else None
@@ -226,6 +226,15 @@ def _lora(options: LoRAConfig) -> LoRA | None:
     return LoRA(options.rank, options.alpha, targets) if options.rank else None
 
 
+def find_tokenizer(name: str, path: Path) -> TextTokenizer:
+    """The tokenizer of a model's files; `name` is what the user called it."""
+    if name == "tiny":
+        return TextTokenizer.tiny()
+    if path.suffix == ".gguf":
+        return TextTokenizer.from_gguf(path)
+    return TextTokenizer.from_pretrained(path)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedModel:
     """A model as a name finds it: its configuration and tokenizer, its weights not read yet."""
@@ -240,17 +249,23 @@ class NamedModel:
     """Of the devices that parameters are divided among; None is a single device."""
 
     @classmethod
-    def find(cls, options: TrainConfig, devices: Sequence[Any] | None = None) -> "NamedModel":
-        """The model that a configuration names, for the devices given or, without, all that there are."""
-        name, train_layers = options.model, options.learn.train_layers
-        path = weights.resolve_model(name)
+    def find(cls, options: TrainConfig) -> "NamedModel":
+        """The model that a configuration names, for all devices that there are."""
+        path = weights.resolve_model(options.model)
         config = weights.read_config(path, compute_dtype=_default_dtype())
-        if name == "tiny":
-            tokenizer = TextTokenizer.tiny()
-        elif path.suffix == ".gguf":
-            tokenizer = TextTokenizer.from_gguf(path)
-        else:
-            tokenizer = TextTokenizer.from_pretrained(path)
+        return cls.of(options, path, config, find_tokenizer(options.model, path), jax.devices())
+
+    @classmethod
+    def of(
+        cls,
+        options: TrainConfig,
+        path: Path,
+        config: ModelConfig,
+        tokenizer: TextTokenizer,
+        devices: Sequence[Any],
+    ) -> "NamedModel":
+        """A model of these files, divided into what is trained and what is not, and among devices, as options say."""
+        name, train_layers = options.model, options.learn.train_layers
         if tokenizer.vocab_size > config.vocab_size:
             raise ConfigError(
                 f"--model {name}: the tokenizer has {tokenizer.vocab_size} ids and the model only "
@@ -260,9 +275,10 @@ class NamedModel:
             stacks = parse_layers(train_layers, config.layers)
         except ValueError as error:
             raise ConfigError(f"--train-layers {train_layers}: {error}.") from None
-        base_dtype = _default_dtype() if options.learn.base_dtype == "auto" else options.learn.base_dtype
+        # The type of products is the backend's own, see `_default_dtype`.
+        base_dtype = config.compute_dtype if options.learn.base_dtype == "auto" else options.learn.base_dtype
         try:
-            mesh = make_mesh(options.run.mesh, jax.devices() if devices is None else devices)
+            mesh = make_mesh(options.run.mesh, devices)
             check_fits(mesh, config)
         except ValueError as error:
             raise ConfigError(f"--mesh {options.run.mesh}: {error}.") from None
@@ -287,6 +303,13 @@ class NamedModel:
         """Shapes, types and places of the parameters that are trained."""
         whole = nnx.split(Transformer.abstract(self.config, self.stacks))[1]
         return placed(self.mesh, split_trained(whole, self.stacks)[0])
+
+    def abstract_frozen(self) -> Any:
+        """Shapes, types and places of the parameters that are not."""
+        frozen = split_trained(nnx.split(Transformer.abstract(self.config, self.stacks))[1], self.stacks)[1]
+        if self.config.lora is not None:
+            frozen = jax.eval_shape(functools.partial(cast_base, types=self._types), frozen)
+        return placed(self.mesh, frozen)
 
     def adapters(self, seed: int) -> Any:
         """Adapters before any training."""

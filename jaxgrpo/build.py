@@ -111,6 +111,15 @@ class Experiment:
         """Shapes, types and places of the state, without a value."""
         return placed(self.mesh, jax.eval_shape(self._state, self._model.abstract_trained()))
 
+    def abstract(self) -> tuple[TrainState, Fixed]:
+        """Shapes, types and places of the state and of what is fixed; no parameter is read or drawn for them."""
+        reference = None
+        if self.train_step.uses_reference:
+            reference = self._model.abstract_trained()
+            # Before training, adapters that add nothing are the base alone.
+            reference = jax.eval_shape(switched_off, reference) if self._model.config.lora else reference
+        return self.abstract_state(), Fixed(self._model.abstract_frozen(), placed(self.mesh, reference))
+
     def on(self, game: str) -> "Experiment":
         """The same model, beginning and options with another game."""
         return _build(dataclasses.replace(self.config, game=game), self._beginning)
@@ -259,12 +268,12 @@ def _blank(abstract: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(abstract.shape, abstract.dtype)
 
 
-def build(config: TrainConfig, devices: Sequence[Any] | None = None) -> Experiment:
+def build(config: TrainConfig, model: NamedModel | None = None) -> Experiment:
     """The experiment a configuration describes.
 
     Args:
         config: the configuration.
-        devices: that arrays are divided among as `--mesh` says; None is all that there are.
+        model: its model, where it is found already: for planning, for other devices and without any weights.
 
     Raises:
         ConfigError: options that do not go together.
@@ -273,7 +282,7 @@ def build(config: TrainConfig, devices: Sequence[Any] | None = None) -> Experime
         WeightsError: the model is absent, damaged or unknown.
         UnsupportedModelError: the model has a feature that is not computed here.
     """
-    return _build(config, Beginning(config, devices))
+    return _build(config, Beginning(config, model))
 
 
 def _build(config: TrainConfig, beginning: Beginning) -> Experiment:

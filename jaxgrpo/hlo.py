@@ -1,7 +1,7 @@
-"""What a compiled program does, read from its optimised HLO: operations, bytes, collectives, times their trip counts.
+"""What a compiled program does, read from its optimised HLO: products, bytes and collectives, times trip counts.
 
-XLA's own cost analysis counts the body of a loop once. Here every loop's body counts as often as it runs: as the program
-says, or, where that is data, as the caller says.
+XLA's own cost analysis counts the body of a loop once. Here every loop's body counts as often as it runs: as the
+program says, or, where that is data, as the caller says.
 """
 
 import dataclasses
@@ -486,7 +486,7 @@ def _valid_places(
 
 
 def _bytes(program: Program, where: Computation, x: Instruction) -> float:
-    """What an instruction reads from main memory and writes to it; slices, and updates in place, count as themselves."""
+    """What an instruction reads from main memory and writes to it; of slices and updates in place, the part alone."""
     given = [where.instructions[name] for name in x.operands]
     if inner := _inner(program, x):
         reads = sum(

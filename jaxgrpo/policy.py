@@ -216,7 +216,8 @@ class LanguageAgentPolicy:
         def too_many_open(carry: tuple[_Writing, DecodeCache]) -> Bool[Array, ""]:
             return jnp.sum(~carry[0].done) > smaller
 
-        writing, cache = while_any(too_many_open, step, (batch.writing, batch.cache))
+        with jax.named_scope("reply"):
+            writing, cache = while_any(too_many_open, step, (batch.writing, batch.cache))
         if smaller == 0:
             return writing
         # Open rows first; the rows that fill the smaller batch have finished, and nothing changes them.

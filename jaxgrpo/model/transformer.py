@@ -278,7 +278,7 @@ class Transformer(nnx.Module):
 
     def init_cache(self, batch: int, slots: int) -> DecodeCache:
         """An empty cache of `slots` tokens for each of `batch` rows."""
-        return empty_cache(self.config, batch, slots)
+        return empty_cache(self.config, batch, slots, [stack.layers for stack in self.stacks])
 
     def for_decoding(self) -> "Transformer":
         """The same model, what its head and its embedding are divided into gathered once, outside a decoding loop."""
@@ -287,11 +287,17 @@ class Transformer(nnx.Module):
         return nnx.merge(graphdef, nnx.merge_state(params, nnx.State({k: nnx.Param(x) for k, x in values.items()})))
 
     def decode_params(self) -> tuple[LayerParams, ...]:
-        """The layers' parameters, one tree a layer, matrices in the compute type; make them outside a decoding loop."""
+        """Parameters as decoding takes them, matrices in the compute type; make them outside a decoding loop.
+
+        One tree a layer, or with `ModelConfig.scan_decode` one a stack.
+        """
         dtype = self.config.dtype
         layers = []
         for stack, params in zip(self.stacks, self._stacked(), strict=True):
             cast = {name: x if name.endswith("norm") else x.astype(dtype) for name, x in params.items()}
+            if self.config.scan_decode:
+                layers.append({name: gathered(x, *axes_of(f"layers.{name}")) for name, x in cast.items()})
+                continue
             for index in range(stack.layers):
                 layers.append({name: gathered(x[index], *axes_of(f"layers.{name}")[1:]) for name, x in cast.items()})
         return tuple(layers)
@@ -321,13 +327,27 @@ class Transformer(nnx.Module):
         Returns:
             Final-normed hidden states of the block, and the longer cache.
         """
-        config = self.config
         layers = self.decode_params() if layers is None else layers
         slot_valid = write_slots(cache.valid, valid, cache.cursor)
         reach = cache.cursor + jnp.arange(ids.shape[1])
         mask = constrain_rows((jnp.arange(cache.slots) <= reach[:, None]) & slot_valid[:, None, :])
-        angles = constrain_rows(_rope(config, positions))
-        hidden = self._embed(ids)
+        angles = constrain_rows(_rope(self.config, positions))
+        through = self._decode_scanned if self.config.scan_decode else self._decode_unrolled
+        hidden, keys, values = through(self._embed(ids), angles, mask, layers, prefix, cache)
+        cache = DecodeCache(keys, values, slot_valid, cache.cursor + ids.shape[1])
+        return _rms_norm(hidden, self.final_norm[...], self.config), cache
+
+    def _decode_unrolled(
+        self,
+        hidden: Float[Array, "batch block width"],
+        angles: tuple[Array, Array],
+        mask: Bool[Array, "batch block slots"],
+        layers: Sequence[LayerParams],
+        prefix: Prefix,
+        cache: DecodeCache,
+    ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+        """Through the layers one by one; hidden states, and the keys and values of each layer with the block's."""
+        config = self.config
         all_keys, all_values = [], []
 
         for index, (params, shared) in enumerate(zip(layers, prefix.by_layer(), strict=True)):
@@ -340,8 +360,40 @@ class Transformer(nnx.Module):
                 return attend(q, all_keys[-1], all_values[-1], mask, *shared, prefix.length, config.precision)
 
             hidden = _block(config, params, hidden, angles, attention)[0]
-        cache = DecodeCache(tuple(all_keys), tuple(all_values), slot_valid, cache.cursor + ids.shape[1])
-        return _rms_norm(hidden, self.final_norm[...], config), cache
+        return hidden, tuple(all_keys), tuple(all_values)
+
+    def _decode_scanned(
+        self,
+        hidden: Float[Array, "batch block width"],
+        angles: tuple[Array, Array],
+        mask: Bool[Array, "batch block slots"],
+        stacks: Sequence[LayerParams],
+        prefix: Prefix,
+        cache: DecodeCache,
+    ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+        """Through the layers in a loop a stack, whose carry holds the stack's keys and values, updated in place."""
+        config = self.config
+
+        def body(carry: tuple[Array, Array, Array], layer: Any) -> tuple[tuple[Array, Array, Array], None]:
+            hidden, all_keys, all_values = carry
+            number, params, *shared = layer
+
+            def attention(q: Array, k: Array, v: Array) -> Array:
+                nonlocal all_keys, all_values
+                place = (number, 0, cache.cursor, 0, 0)
+                all_keys = jax.lax.dynamic_update_slice(all_keys, k[None], place)
+                all_values = jax.lax.dynamic_update_slice(all_values, v[None], place)
+                own = all_keys[number], all_values[number]
+                return attend(q, *own, mask, *shared, prefix.length, config.precision)
+
+            hidden = _block(config, params, hidden, angles, attention)[0]
+            return (hidden, all_keys, all_values), None
+
+        keys, values = list(cache.keys), list(cache.values)
+        for index, (params, *shared) in enumerate(zip(stacks, prefix.keys, prefix.values, strict=True)):
+            layers = jnp.arange(keys[index].shape[0]), params, *shared
+            (hidden, keys[index], values[index]), _ = jax.lax.scan(body, (hidden, keys[index], values[index]), layers)
+        return hidden, tuple(keys), tuple(values)
 
     def head(self) -> Float[Array, "vocab width"]:
         """The matrix whose rows score the vocabulary: the embedding where they are tied."""

@@ -364,6 +364,53 @@ class Operation:
     collectives: tuple[Collective, ...]
 
 
+class Traffic(NamedTuple):
+    """Collectives of one kind among so many devices, in one run of a program."""
+
+    kind: str
+    devices: int
+    count: float
+    """How many run."""
+    bytes: float
+    """That a device sends in all of them."""
+    largest: float
+    """That it sends in the largest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one run of a program costs a device.
+
+    Attributes:
+        flops: of matrix products and convolutions; what is done number by number is left out.
+        passes: the same, each times the passes that its precision takes, see `Operation`.
+        bytes: read from and written to main memory.
+        collectives: by kind and size of group, those that send most first.
+    """
+
+    flops: float
+    passes: float
+    bytes: float
+    collectives: tuple[Traffic, ...]
+
+
+def cost(program: Program, bound: Callable[[Loop], float | None]) -> Cost:
+    """Sums over a program's operations, see `operations`."""
+    flops = passes = moved = 0.0
+    found: dict[tuple[str, int], Traffic] = {}
+    for operation in operations(program, bound):
+        times = operation.times
+        flops += times * operation.flops
+        passes += times * operation.passes
+        moved += times * operation.bytes
+        for one in operation.collectives:
+            old = found.get((one.kind, one.devices), Traffic(one.kind, one.devices, 0, 0, 0))
+            count, sent = old.count + times, old.bytes + times * one.moved
+            largest = max(old.largest, one.moved)
+            found[one.kind, one.devices] = old._replace(count=count, bytes=sent, largest=largest)
+    return Cost(flops, passes, moved, tuple(sorted(found.values(), key=lambda traffic: -traffic.bytes)))
+
+
 def operations(program: Program, bound: Callable[[Loop], float | None]) -> Iterator[Operation]:
     """Everything a program does, outermost first.
 

@@ -192,8 +192,8 @@ def plan_text(found: "Plan") -> Iterator[str | Table]:
     chip = found.topology.chip
     mesh = ",".join(f"{name}={size}" for name, size in found.mesh.items() if size > 1) or "none"
     yield (
-        f"{found.model}, {found.parameters / 1e9:.2f} billion parameters, on {found.topology.name}: "
-        f"{found.topology.chips} chips {chip.name}, mesh {mesh}"
+        f"{found.model}, {found.parameters / 1e6:,.1f} million parameters, on {found.topology.name}: "
+        f"{found.topology.chips} x {chip.name}, mesh {mesh}"
     )
     yield (
         f"{found.episodes} episodes of {found.steps} steps, replies of {found.reply_tokens} tokens; prompt of "
@@ -215,7 +215,8 @@ def plan_text(found: "Plan") -> Iterator[str | Table]:
         yield f"It fits into {chip.memory / 1e9:.2f} GB a chip"
     else:
         needs = [f"the {name} needs {_gigabytes(part.needed)}" for name, part in found.parts.items() if not part.fits]
-        yield f"It does not fit into {chip.memory / 1e9:.2f} GB a chip: {', '.join(needs)}. Try {'; '.join(found.advice())}"
+        yield f"It does not fit into {chip.memory / 1e9:.2f} GB a chip: {', '.join(needs)}"
+        yield f"Try {'; or '.join(found.advice())}"
 
 
 def _gigabytes(size: float | None) -> str:

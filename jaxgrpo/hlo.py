@@ -223,9 +223,9 @@ def _type(text: str, at: int) -> tuple[Type, int]:
 @functools.cache
 def _dtype_bytes(dtype: str) -> float:
     if dtype in ("token", "opaque"):
-        return 0
+        return 0.0
     if dtype == "pred":
-        return 1
+        return 1.0
     bits = re.match(r"(?:bf|f|s|u|c)(\d+)", dtype)
     if bits is None:
         raise HLOError(f"unknown type {dtype}")
@@ -465,7 +465,7 @@ def _flops(program: Program, where: Computation, instruction: Instruction) -> tu
     """Of the products in an instruction, fused ones included; and times their passes."""
     if inner := _inner(program, instruction):
         each = [_flops(program, inner, x) for x in inner.instructions.values()]
-        return sum(f for f, _ in each), sum(p for _, p in each)
+        return sum((f for f, _ in each), 0.0), sum((p for _, p in each), 0.0)
     if instruction.opcode not in ("dot", "convolution"):
         return 0.0, 0.0
     left, right = (leaves(where.instructions[name].type)[0] for name in instruction.operands[:2])
@@ -478,14 +478,14 @@ def _numbers(text: str | None) -> list[int]:
     return [int(n) for n in re.findall(r"-?\d+", text or "")]
 
 
-def _dot(instruction: Instruction, left: Shape, right: Shape) -> float:
+def _dot(instruction: Instruction, left: Shape, right: Shape) -> int:
     """Multiplications of a product of matrices."""
     del right
     contracted = _numbers(instruction.attribute("lhs_contracting_dims"))
     return leaves(instruction.type)[0].elements * math.prod(left.dims[at] for at in contracted)
 
 
-def _convolution(instruction: Instruction, left: Shape, right: Shape) -> float:
+def _convolution(instruction: Instruction, left: Shape, right: Shape) -> int:
     """Multiplications of a convolution, without those with padding or with the holes of a dilation.
 
     A TPU's compiler writes products of matrices, batched ones too, as convolutions in which most places are padding.
@@ -506,25 +506,21 @@ def _convolution(instruction: Instruction, left: Shape, right: Shape) -> float:
             result.dims[labels[3].index(axis)],
             **{name: _window_field(window, name, at) for name in ("stride", "lhs_dilate", "rhs_dilate")},
             pad=_window_field(window, "pad", at),
-            reverse=bool(_window_field(window, "rhs_reversal", at)),
         )
     features = left.dims[labels[1].index("f")] // groups * result.dims[labels[3].index("f")]
-    return float(places) * features * (left.dims[labels[1].index("b")] // batches)
+    return places * features * (left.dims[labels[1].index("b")] // batches)
 
 
 def _window_field(window: Mapping[str, str], name: str, at: int) -> int:
     """A number of a convolution's window along one axis; of padding, that in front."""
-    default = {"pad": 0, "rhs_reversal": 0}.get(name, 1)
+    default = 0 if name == "pad" else 1
     parts = window[name].split("x") if name in window else []
     return int(parts[at].split("_")[0]) if parts else default
 
 
 @functools.cache
-def _valid_places(
-    size: int, kernel: int, out: int, *, stride: int, lhs_dilate: int, rhs_dilate: int, pad: int, reverse: bool
-) -> int:
+def _valid_places(size: int, kernel: int, out: int, *, stride: int, lhs_dilate: int, rhs_dilate: int, pad: int) -> int:
     """Pairs of an output's and a kernel's place along an axis that meet a number of the input."""
-    del reverse  # turns the pairs around, not their number
     at = np.arange(out)[:, None] * stride + np.arange(kernel)[None] * rhs_dilate - pad
     return int(np.sum((at >= 0) & (at % lhs_dilate == 0) & (at // lhs_dilate < size)))
 
@@ -547,14 +543,14 @@ def _bytes(program: Program, where: Computation, x: Instruction) -> float:
         result = x.type if isinstance(x.type, Shape) else x.type[min(1, len(x.type) - 1)]
         # copy-start's tuple begins with the copy, the collectives' with what is sent.
         result = x.type[0] if x.opcode == "copy-start" and not isinstance(x.type, Shape) else result
-        return sum(map(_traffic, given)) + sum(leaf.traffic for leaf in leaves(result))
+        return sum(map(_traffic, given), sum((leaf.traffic for leaf in leaves(result)), 0.0))
     if x.opcode in _SLICES:
         taken = leaves(x.type)[0]
         source = leaves(given[0].type)[0]
         return taken._replace(space=source.space).traffic + taken.traffic + sum(map(_traffic, given[1:]))
     if x.opcode in _UPDATES:
         return _traffic(given[_UPDATES[x.opcode]]) + _written(where, x)
-    return sum(map(_traffic, given)) + sum(leaf.traffic for leaf in leaves(x.type))
+    return sum(map(_traffic, given), _traffic(x))
 
 
 _SLICES = ("slice", "dynamic-slice", "gather")
@@ -564,7 +560,7 @@ _ONE_TO_ONE = ("bitcast", "convert", "copy", "reshape", "transpose", "negate")
 
 
 def _traffic(x: Instruction) -> float:
-    return sum(leaf.traffic for leaf in leaves(x.type))
+    return sum((leaf.traffic for leaf in leaves(x.type)), 0.0)
 
 
 def _used(program: Program, where: Computation, x: Instruction) -> float:
@@ -594,13 +590,13 @@ def _used(program: Program, where: Computation, x: Instruction) -> float:
 def _written(where: Computation, root: Instruction) -> float:
     """Bytes that a fusion's result takes to write: the part that is new of an array updated in place."""
     if root.opcode == "tuple":
-        return sum(_written(where, where.instructions[name]) for name in root.operands)
+        return sum((_written(where, where.instructions[name]) for name in root.operands), 0.0)
     result = leaves(root.type)
     x = root
     while x.opcode in _ONE_TO_ONE:
         x = where.instructions[x.operands[0]]
     if x.opcode not in _UPDATES:
-        return sum(leaf.traffic for leaf in result)
+        return sum((leaf.traffic for leaf in result), 0.0)
     new = leaves(where.instructions[x.operands[_UPDATES[x.opcode]]].type)[0]
     return new._replace(dtype=result[0].dtype, space=result[0].space).traffic
 
@@ -618,7 +614,7 @@ def _collectives(program: Program, where: Computation, x: Instruction) -> Iterat
     kind = x.opcode.removesuffix("-start").replace("ragged-all-to-all", "all-to-all")
     if kind not in KINDS:
         return
-    sent = sum(leaf.bytes for name in x.operands for leaf in leaves(where.instructions[name].type))
+    sent = sum((leaf.bytes for name in x.operands for leaf in leaves(where.instructions[name].type)), 0.0)
     devices = group_size(x.attributes, program.partitions)
     if kind != "collective-permute" and devices == 1:
         return
@@ -629,18 +625,27 @@ def group_size(attributes: str, everyone: int) -> int:
     """Devices in a group of a collective, from its `replica_groups`.
 
     Three spellings are read: lists `{{0,1},{2,3}}`; counts `[2,4]<=[8]`, two groups of four; and axes of a mesh,
-    `mesh['x'=2,'y'=4] {'y'}`, where a part of an axis is `'y':(2)2`.
+    `mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}`, where a part of an axis is `'y':(2)2`.
 
     Args:
         attributes: of the instruction.
         everyone: what no groups at all means.
+
+    Raises:
+        HLOError: it is spelled in another way.
     """
     if found := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return len(found[1].split(","))
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
         return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?: ?device_ids=\([^)]*\),?)? ?\{([^}]*)\}", attributes):
+    if found := re.search(rf"replica_groups=mesh\[([^\]]*)\]{_DEVICE_IDS} \{{([^}}]*)\}}", attributes):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])}
         parts = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", found[2])
         return math.prod(int(part) if part else sizes[name] for name, part in parts)
+    if "replica_groups=" in attributes and "replica_groups={}" not in attributes:
+        raise HLOError(f"groups of devices in an unknown form: {attributes[:120]}")
     return everyone
+
+
+_DEVICE_IDS = r"(?:, device_ids=\(\[[\d,]*\](?:T\([\d,]*\))?\))?"
+"""In what order a mesh has its devices."""

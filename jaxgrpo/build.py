@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,6 +75,10 @@ class Experiment:
         """The configuration's traced numbers."""
         with jax.ensure_compile_time_eval():  # kept: asked for first inside of a trace, they must be none of its values
             return everywhere(self.mesh, HyperParameters.from_config(self.config))
+
+    def abstract_hyperparameters(self) -> HyperParameters:
+        """Shapes and types of the traced numbers."""
+        return jax.eval_shape(lambda: HyperParameters.from_config(self.config))
 
     @property
     def origin(self) -> dict[str, Any] | None:

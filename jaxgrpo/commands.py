@@ -202,6 +202,8 @@ def plan_text(found: "Plan") -> Iterator[str | Table]:
     )
     yield _memory_table(found)
     yield _time_table(found)
+    if any(part.cost.collectives for part in found.parts.values() if part.cost):
+        yield _network_table(found)
     for name, part in found.parts.items():
         once = [place for place, turns in part.loops.items() if turns == 1]
         if once:
@@ -245,16 +247,24 @@ def _time_table(found: "Plan") -> Table:
 
     row("matrix products, TFLOP", lambda _, cost: f"{cost.flops / 1e12:.2f}")
     row("memory traffic, GB", lambda _, cost: f"{cost.bytes / 1e9:,.1f}")
-    kinds = sorted({(t.kind, t.devices) for cost in costs.values() for t in cost.collectives})
-    for kind in kinds:
-        traffic = {name: next((t for t in c.collectives if t[:2] == kind), None) for name, c in costs.items()}
-        cells = [traffic.get(name) for name in found.parts]
-        table.add_row(
-            f"{kind[0]} among {kind[1]}: times, GB sent, largest MB",
-            *(f"{t.count:,.0f}, {t.bytes / 1e9:,.2f}, {t.largest / 1e6:,.1f}" if t else "" for t in cells),
-        )
+    row("sent to other chips, GB", lambda _, cost: f"{sum(t.bytes for t in cost.collectives) / 1e9:,.2f}")
     row("seconds at least", lambda part, _: f"{part.seconds:.3f} ({part.bound})")
     row("seconds to compile, here", lambda part, _: f"{part.compile_seconds:.0f}")
+    return table
+
+
+def _network_table(found: "Plan") -> Table:
+    table = _figures("what a chip sends in an iteration", ["among", "times", "GB", "largest, MB"])
+    for half, part in found.parts.items():
+        for traffic in part.cost.collectives if part.cost else ():
+            table.add_row(
+                f"{half}: {traffic.kind}",
+                str(traffic.devices),
+                f"{traffic.count:,.0f}",
+                f"{traffic.bytes / 1e9:,.2f}",
+                f"{traffic.largest / 1e6:,.2f}",
+            )
+        table.add_section()
     return table
 
 

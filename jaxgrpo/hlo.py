@@ -250,33 +250,28 @@ def trip_count(program: Program, caller: Computation, loop: Instruction) -> int 
         return loop.trips
     condition = program.computations[loop.called("condition")[0]]
     body = program.computations[loop.called("body")[0]]
-    compare = _unwrapped(program, condition, condition.root)
-    if compare is None:
+    compare, sides = _operation(program, condition, condition.root)
+    if compare.opcode != "compare" or compare.attribute("direction") not in ("LT", "GT"):
         return None
-    counter, limit = compare
+    counter, limit = sides if compare.attribute("direction") == "LT" else reversed(sides)
     index = _element(counter, condition)
     begin = None if index is None else _initial(caller, loop, index)
     end = _value(caller, loop, condition, limit)
-    step = None if index is None else _step(caller, loop, body, index)
+    step = None if index is None else _step(program, caller, loop, body, index)
     if begin is None or end is None or not step:
         return None
     return max(0, -((begin - end) // step))
 
 
-def _unwrapped(program: Program, where: Computation, root: Instruction) -> tuple[Instruction, Instruction] | None:
-    """Counter and limit of a condition `counter < limit`, be it written out or fused."""
+def _operation(program: Program, where: Computation, x: Instruction) -> tuple[Instruction, list[Instruction]]:
+    """An operation, be it written out or the last of a fusion, and what it takes, copies aside."""
     inner, outer = where, {}
-    if root.opcode == "fusion":
-        inner = program.computations[root.called("calls")[0]]
-        outer = {p.name: where.instructions[o] for p, o in zip(inner.parameters, root.operands, strict=True)}
-        root = inner.root
-    if root.opcode != "compare" or root.attribute("direction") not in ("LT", "GT"):
-        return None
-    sides = [_through_copies(inner, inner.instructions[name]) for name in root.operands]
-    sides = [_through_copies(where, outer.get(side.name, side)) for side in sides]
-    if root.attribute("direction") == "GT":
-        sides.reverse()
-    return sides[0], sides[1]
+    if x.opcode == "fusion":
+        inner = program.computations[x.called("calls")[0]]
+        outer = {p.name: where.instructions[o] for p, o in zip(inner.parameters, x.operands, strict=True)}
+        x = inner.root
+    taken = [_through_copies(inner, inner.instructions[name]) for name in x.operands]
+    return x, [_through_copies(where, outer[side.name]) if side.name in outer else side for side in taken]
 
 
 def _through_copies(where: Computation, x: Instruction) -> Instruction:
@@ -310,14 +305,14 @@ def _value(caller: Computation, loop: Instruction, where: Computation, x: Instru
     return _constant(x) if index is None else _initial(caller, loop, index)
 
 
-def _step(caller: Computation, loop: Instruction, body: Computation, index: int) -> int | None:
+def _step(program: Program, caller: Computation, loop: Instruction, body: Computation, index: int) -> int | None:
     """What a turn adds to an element of the carry."""
     if body.root.opcode != "tuple":
         return None
     new = _through_copies(body, body.instructions[body.root.operands[index]])
-    if new.opcode != "add":
+    add, sides = _operation(program, body, new)
+    if add.opcode != "add":
         return None
-    sides = [_through_copies(body, body.instructions[name]) for name in new.operands]
     other = [side for side in sides if _element(side, body) != index]
     return _value(caller, loop, body, other[0]) if len(other) == 1 else None
 

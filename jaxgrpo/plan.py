@@ -24,6 +24,7 @@ from jaxgrpo.config import ConfigError, TrainConfig, nearest
 from jaxgrpo.model import weights
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.published import PUBLISHED
+from jaxgrpo.model.sharding import MESH_AXES, on_mesh
 from jaxgrpo.model.transformer import declare
 from jaxgrpo.topologies import Chip, Topology, memory_in
 
@@ -167,7 +168,7 @@ def _gb(size: float) -> str:
 # The experiment without its weights
 
 
-def find_model(config: TrainConfig, assumed: Assumed) -> tuple[NamedModel, str]:
+def find_model(config: TrainConfig, devices: Sequence[Any], assumed: Assumed) -> tuple[NamedModel, str]:
     """The model that a configuration names, for TPUs, from its configuration alone; and where its tokenizer is from.
 
     Published models are known by their hub names without the hub. Where no tokenizer of theirs is here, the built-in
@@ -191,7 +192,7 @@ def find_model(config: TrainConfig, assumed: Assumed) -> tuple[NamedModel, str]:
         shape = weights.read_config(path, compute_dtype=_COMPUTE)
     tokenizer, source = _tokenizer(name, path, shape, assumed.tokenizer)
     shape = dataclasses.replace(shape, scan_decode=True)
-    return NamedModel.of(config, path, shape, tokenizer), source
+    return NamedModel.of(config, path, shape, tokenizer, devices), source
 
 
 _COMPUTE = "bfloat16"
@@ -228,23 +229,31 @@ class _Programs:
 
     def __init__(self, experiment: Experiment, devices: Sequence[Any], *, learns: bool) -> None:
         """Without learning there is no state of learning, and parameters are all that there is."""
-        self._step = experiment.train_step
-        self.mesh = Mesh(np.array(devices), ("fsdp",))
+        self._experiment = experiment
+        # An experiment on one device has no mesh; here even that device has to be named.
+        self.mesh = experiment.mesh or Mesh(np.array(devices), MESH_AXES[:1])
         state, fixed = experiment.abstract()
         if not learns:
             state, fixed = state.replace(opt_state=(), algorithm_state=()), fixed._replace(reference=None)
-        self._state, self._fixed, self._hp = self._placed((state, fixed, experiment.hyperparameters))
+        self._state, self._fixed = (jax.tree.map(self._place, tree) for tree in (state, fixed))
+        self._hp = jax.tree.map(self._place, experiment.abstract_hyperparameters())
 
-    def _placed(self, tree: Any) -> Any:
-        sharding = NamedSharding(self.mesh, PartitionSpec())
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+    def _place(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Where an abstract array is, or whole on every device."""
+        sharding = x.sharding or NamedSharding(self.mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     def lower(self, part: Part) -> jax.stages.Lowered:
         """A half, traced and lowered. A rollout is given the whole state too, for it stays in memory."""
-        if part == "rollout":
-            return jax.jit(self._step.rollout, keep_unused=True).lower(self._state, self._fixed, self._hp)
-        episodes = self._placed(jax.eval_shape(self._step.rollout, self._state, self._fixed, self._hp))
-        return jax.jit(self._step.update, donate_argnums=0).lower(self._state, episodes, self._fixed, self._hp)
+        step, given = self._experiment.train_step, (self._state, self._fixed, self._hp)
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        with on_mesh(self._experiment.mesh):
+            if part == "rollout":
+                return jax.jit(step.rollout, keep_unused=True, out_shardings=whole).lower(*given)
+            episodes = jax.tree.map(self._place, jax.eval_shape(step.rollout, *given))
+            after = jax.tree.map(lambda x: x.sharding, self._state), whole
+            update = jax.jit(step.update, donate_argnums=0, out_shardings=after)
+            return update.lower(self._state, episodes, self._fixed, self._hp)
 
     def resident(self) -> dict[str, float]:
         """Bytes on a chip that stay from iteration to iteration, by part."""
@@ -283,7 +292,7 @@ def plan(
         ConfigError: options that do not go together, an unknown model, or no compiler for TPUs.
     """
     devices = topology.devices()
-    model, tokenizer = find_model(config, assumed)
+    model, tokenizer = find_model(config, devices, assumed)
     experiment = build(config, model)
     if assumed.prompt_tokens:
         experiment = _with_prompt(experiment, assumed.prompt_tokens)

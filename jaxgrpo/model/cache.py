@@ -73,9 +73,7 @@ class DecodeCache:
 
     def take(self, index: Int[Array, " some"]) -> "DecodeCache":
         """A cache of some of the rows, by number."""
-        keys, values = jax.tree.map(
-            lambda x: _divided(jnp.take(x, index, axis=x.ndim - 4)), (self.keys, self.values)
-        )
+        keys, values = jax.tree.map(lambda x: _divided(jnp.take(x, index, axis=x.ndim - 4)), (self.keys, self.values))
         return DecodeCache(keys, values, self.valid[index], self.cursor)
 
 

@@ -310,6 +310,8 @@ def _build(config: TrainConfig, beginning: Beginning) -> Experiment:
         top_k=options.top_k,
         truncate_top_p=Switches.from_config(config).top_p,
         remat=model.config.layers > _LAYERS_KEPT,
+        # A TPU's decoding is bound by reading the weights, for few rows as for many.
+        fewest_rows=config.episodes if model.config.scan_decode else LanguageAgentPolicy.fewest_rows,
     )
     algorithm = _algorithm(config)
     step = TrainStep(policy, game, algorithm, config, _critic(config, algorithm, model.config))

@@ -569,6 +569,8 @@ def _used(program: Program, where: Computation, x: Instruction) -> float:
             share += sum(leaf.bytes for leaf in leaves(user.type)) / whole
         elif user.opcode == "dynamic-update-slice" and number == 0:
             share += 0.0
+        elif x.opcode == "parameter" and user is where.root and user.opcode == "tuple":
+            share += 0.0  # handed through
         elif user.opcode == "scatter" and number == 0:
             share += sum(leaf.bytes for leaf in leaves(where.instructions[user.operands[2]].type)) / whole
         elif user.opcode in _ONE_TO_ONE:
@@ -586,6 +588,8 @@ def _written(where: Computation, root: Instruction) -> float:
     """Bytes that a fusion's result takes to write: the part that is new of an array updated in place."""
     if root.opcode == "tuple":
         return sum((_written(where, where.instructions[name]) for name in root.operands), 0.0)
+    if root.opcode == "parameter" or _goes_on(where, root):
+        return 0.0
     result = leaves(root.type)
     x = root
     while x.opcode in _ONE_TO_ONE:
@@ -606,14 +610,28 @@ def _collectives(program: Program, where: Computation, x: Instruction) -> Iterat
         for instruction in inner.instructions.values():
             yield from _collectives(program, inner, instruction)
         return
-    kind = x.opcode.removesuffix("-start").replace("ragged-all-to-all", "all-to-all")
-    if kind not in KINDS:
+    kind = _kind(x)
+    if kind not in KINDS or _goes_on(where, x):
         return
     sent = sum((leaf.bytes for name in x.operands for leaf in leaves(where.instructions[name].type)), 0.0)
     devices = group_size(x.attributes, program.partitions)
     if kind != "collective-permute" and devices == 1:
         return
     yield Collective(kind, devices, sent * devices if kind == "all-gather" else sent)
+
+
+def _kind(x: Instruction) -> str:
+    return x.opcode.removesuffix("-start").replace("ragged-all-to-all", "all-to-all")
+
+
+def _goes_on(where: Computation, x: Instruction) -> bool:
+    """Whether a collective in a fusion is the going on, or the end, of one that began in another.
+
+    A TPU's compiler fuses steps of a collective with the products it hides behind: each such fusion has the collective
+    in it, in a chain whose first alone starts it.
+    """
+    starts = [i for i in where.instructions.values() if i.attribute("custom_call_target") == '"AsyncCollectiveStart"']
+    return _kind(x) in KINDS and "chain_id=" in x.attributes and not starts
 
 
 def group_size(attributes: str, everyone: int) -> int:

@@ -24,7 +24,7 @@ from jaxgrpo.config import ConfigError, TrainConfig, nearest
 from jaxgrpo.model import weights
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.published import PUBLISHED
-from jaxgrpo.model.sharding import MESH_AXES, on_mesh
+from jaxgrpo.model.sharding import MESH_AXES, on_mesh, whole_rows
 from jaxgrpo.model.transformer import declare
 from jaxgrpo.topologies import Chip, Topology, memory_in
 
@@ -323,9 +323,10 @@ def _bounds(experiment: Experiment, reply: int, steps: int) -> dict[str, float]:
     """Turns of the loops whose length is data, by the innermost scopes they are written in."""
     config, policy = experiment.config, experiment.policy
     first, last = policy.sampled_span
-    rows = config.play.rollout_rows or config.episodes
-    trained, micro_batch = config.trained * steps, config.learn.micro_batch
-    played = config.episodes * (steps + 1)
+    with on_mesh(experiment.mesh):
+        rows = whole_rows(config.play.rollout_rows or config.episodes)
+        micro_batch = whole_rows(config.learn.micro_batch)
+    trained, played = config.trained * steps, config.episodes * (steps + 1)
     return {
         "steps": steps,
         "parts": math.ceil(config.episodes / rows),

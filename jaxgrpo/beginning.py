@@ -91,19 +91,22 @@ class Beginning:
     asks for them may give them away.
     """
 
-    def __init__(self, config: TrainConfig, model: "NamedModel | None" = None) -> None:
+    def __init__(
+        self, config: TrainConfig, devices: Sequence[Any] | None = None, model: "NamedModel | None" = None
+    ) -> None:
         """Finds the model and, with `init_from`, the checkpoint; no parameter is read yet.
 
         Args:
             config: of the run.
-            model: the model, where it is found already.
+            devices: that parameters are divided among; None is all that there are.
+            model: the model, where it is found already, for devices of its own.
 
         Raises:
             ConfigError: options that do not go together, or no such checkpoint.
             WeightsError: the model is absent, damaged or unknown.
             UnsupportedModelError: the model has a feature that is not computed here.
         """
-        self.model = NamedModel.find(config) if model is None else model
+        self.model = NamedModel.find(config, devices) if model is None else model
         self.start = _Start.find(config)
         self._config = config
         self._frozen: Any = nnx.State({}) if self.model.all_trained else None
@@ -249,11 +252,12 @@ class NamedModel:
     """Of the devices that parameters are divided among; None is a single device."""
 
     @classmethod
-    def find(cls, options: TrainConfig) -> "NamedModel":
-        """The model that a configuration names, for all devices that there are."""
+    def find(cls, options: TrainConfig, devices: Sequence[Any] | None = None) -> "NamedModel":
+        """The model that a configuration names, for the devices given or, without, all that there are."""
         path = weights.resolve_model(options.model)
         config = weights.read_config(path, compute_dtype=_default_dtype())
-        return cls.of(options, path, config, find_tokenizer(options.model, path), jax.devices())
+        devices = jax.devices() if devices is None else devices
+        return cls.of(options, path, config, find_tokenizer(options.model, path), devices)
 
     @classmethod
     def of(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -272,12 +272,13 @@ def _blank(abstract: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(abstract.shape, abstract.dtype)
 
 
-def build(config: TrainConfig, model: NamedModel | None = None) -> Experiment:
+def build(config: TrainConfig, devices: Sequence[Any] | None = None, model: NamedModel | None = None) -> Experiment:
     """The experiment a configuration describes.
 
     Args:
         config: the configuration.
-        model: its model, where it is found already: for planning, for other devices and without any weights.
+        devices: that arrays are divided among as `--mesh` says; None is all that there are.
+        model: its model, where it is found already: for planning, for devices that are not here and without weights.
 
     Raises:
         ConfigError: options that do not go together.
@@ -286,7 +287,7 @@ def build(config: TrainConfig, model: NamedModel | None = None) -> Experiment:
         WeightsError: the model is absent, damaged or unknown.
         UnsupportedModelError: the model has a feature that is not computed here.
     """
-    return _build(config, Beginning(config, model))
+    return _build(config, Beginning(config, devices, model))
 
 
 def _build(config: TrainConfig, beginning: Beginning) -> Experiment:

@@ -293,7 +293,7 @@ def plan(
     """
     devices = topology.devices()
     model, tokenizer = find_model(config, devices, assumed)
-    experiment = build(config, model)
+    experiment = build(config, model=model)
     if assumed.prompt_tokens:
         experiment = _with_prompt(experiment, assumed.prompt_tokens)
     policy, limit = experiment.policy, experiment.game.game.environment.max_steps

@@ -72,7 +72,7 @@ class Compiled:
     cost: hlo.Cost | None = None
     seconds: float | None = None
     bound: str = ""
-    loops: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    loops: Mapping[str, int] = dataclasses.field(default_factory=dict)
     compile_seconds: float = 0.0
 
 
@@ -319,7 +319,7 @@ def plan(
     )
 
 
-def _bounds(experiment: Experiment, reply: int, steps: int) -> dict[str, float]:
+def _bounds(experiment: Experiment, reply: int, steps: int) -> dict[str, int]:
     """Turns of the loops whose length is data, by the innermost scopes they are written in."""
     config, policy = experiment.config, experiment.policy
     first, last = policy.sampled_span
@@ -337,7 +337,7 @@ def _bounds(experiment: Experiment, reply: int, steps: int) -> dict[str, float]:
     }
 
 
-def bound_of(loop: hlo.Loop, bounds: Mapping[str, float]) -> float | None:
+def bound_of(loop: hlo.Loop, bounds: Mapping[str, int]) -> int | None:
     """How often a loop runs by the scopes it is written in, the longest name that fits; None where none does."""
     scopes = loop.op_name.split("/")
     if scopes[-1] != "while" or len(scopes) < 2:
@@ -349,7 +349,7 @@ def bound_of(loop: hlo.Loop, bounds: Mapping[str, float]) -> float | None:
     return None
 
 
-def _compiled(programs: "_Programs", part: Part, chip: Chip, bounds: Mapping[str, float]) -> Compiled:
+def _compiled(programs: "_Programs", part: Part, chip: Chip, bounds: Mapping[str, int]) -> Compiled:
     begin = time.monotonic()
     try:
         compiled = programs.lower(part).compile()
@@ -367,9 +367,9 @@ def _compiled(programs: "_Programs", part: Part, chip: Chip, bounds: Mapping[str
         "code": float(found.generated_code_size_in_bytes),
     }
     needed = sum(memory.values())
-    loops: dict[str, float] = {}
+    loops: dict[str, int] = {}
 
-    def bound(loop: hlo.Loop) -> float | None:
+    def bound(loop: hlo.Loop) -> int | None:
         turns = bound_of(loop, bounds)
         loops[loop.op_name] = 1 if turns is None else turns
         return turns

@@ -338,7 +338,8 @@ class LanguageAgentPolicy:
             index, log_prob = draw(uniform, jnp.where(allowed, logits, -jnp.inf), **options)
             # Forced runs are over: a row that goes on has a choice.
             return jnp.take_along_axis(choices, index[:, None], axis=1)[:, 0], log_prob, jnp.ones_like(state, bool)
-        logits = model.logits(hidden)
+        # Each device with its part of the head: else the whole head would travel to where the rows are drawn.
+        logits = constrain(model.logits(hidden), "rows", "vocab")
         allowed = self._allowed(state, remaining, jnp.arange(logits.shape[-1], dtype=jnp.int32))
         # A finished row may have nothing left to choose; token 0 keeps its numbers finite and is never used.
         allowed = allowed.at[:, 0].set(allowed[:, 0] | ~jnp.any(allowed, axis=1))

@@ -20,18 +20,11 @@ _UNQUALIFIED = tyro.conf.OmitArgPrefixes
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainOptions(TrainConfig):
-    """Train a language agent: `jaxgrpo train` alone trains the small built-in model on Frozen Lake in minutes.
-
-    An option is taken from the command line, else from the --config file, else from the preset. A run that is resumed
-    keeps its options, so --out and --resume are enough.
-    """
-
+class _OptionsOfARun(TrainConfig):
     play: Annotated[PlayConfig, _UNQUALIFIED] = PlayConfig()
     learn: Annotated[LearnConfig, _UNQUALIFIED] = LearnConfig()
     optimizer: Annotated[OptimizerConfig, _UNQUALIFIED] = OptimizerConfig()
     run: Annotated[RunConfig, _UNQUALIFIED] = RunConfig()
-    launch: Annotated[LaunchOptions, _UNQUALIFIED] = LaunchOptions()
     config: str | None = None
     """A TOML file of options, flat or in the sections play, learn, lora, optimizer and run."""
 
@@ -40,7 +33,18 @@ class TrainOptions(TrainConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanOptions(TrainOptions):
+class TrainOptions(_OptionsOfARun):
+    """Train a language agent: `jaxgrpo train` alone trains the small built-in model on Frozen Lake in minutes.
+
+    An option is taken from the command line, else from the --config file, else from the preset. A run that is resumed
+    keeps its options, so --out and --resume are enough.
+    """
+
+    launch: Annotated[LaunchOptions, _UNQUALIFIED] = LaunchOptions()
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions(_OptionsOfARun):
     """Compile a run's step for a TPU that is not here: memory by part, FLOPs, bytes, collectives, time at best.
 
     Takes the options of `jaxgrpo train` and needs neither weights nor a TPU, but the extra `tpu`. Exit code 1: the step
@@ -208,7 +212,7 @@ def _plan(words: list[str]) -> int:
 def _of_plan(given: Mapping[str, Any]) -> tuple[dict[str, Any], TrainConfig]:
     """What is asked of a plan, and the run that is planned."""
     names = {field.name for field in dataclasses.fields(PlanOptions)} - {
-        field.name for field in dataclasses.fields(TrainOptions)
+        field.name for field in dataclasses.fields(_OptionsOfARun)
     }
     own = {name: value for name, value in given.items() if name in names}
     return own, train_config({name: value for name, value in given.items() if name not in names})

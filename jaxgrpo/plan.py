@@ -374,7 +374,7 @@ def _compiled(programs: "_Programs", part: Part, chip: Chip, bounds: Mapping[str
         loops[loop.op_name] = 1 if turns is None else turns
         return turns
 
-    cost = hlo.cost(hlo.parse(compiled.as_text()), bound)
+    cost = hlo.cost(hlo.parse(compiled.as_text() or ""), bound)
     times = {
         "flops": cost.passes / chip.flops,
         "memory": cost.bytes / chip.bandwidth,

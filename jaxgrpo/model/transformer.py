@@ -376,15 +376,17 @@ class Transformer(nnx.Module):
 
         def body(carry: tuple[Array, Array, Array], layer: Any) -> tuple[tuple[Array, Array, Array], None]:
             hidden, all_keys, all_values = carry
-            number, params, *shared = layer
+            number, params, shared_keys, shared_values = layer
 
             def attention(q: Array, k: Array, v: Array) -> Array:
                 nonlocal all_keys, all_values
                 place = (number, 0, cache.cursor, 0, 0)
                 all_keys = jax.lax.dynamic_update_slice(all_keys, k[None], place)
                 all_values = jax.lax.dynamic_update_slice(all_values, v[None], place)
-                own = all_keys[number], all_values[number]
-                return attend(q, *own, mask, *shared, prefix.length, config.precision)
+                own_keys, own_values = all_keys[number], all_values[number]
+                return attend(
+                    q, own_keys, own_values, mask, shared_keys, shared_values, prefix.length, config.precision
+                )
 
             hidden = _block(config, params, hidden, angles, attention)[0]
             return (hidden, all_keys, all_values), None

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 from jaxgrpo import hlo
 
 
-def compiled(function, *shapes):
+def compiled(function, *shapes) -> Any:
     return jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
 
 

@@ -286,7 +286,9 @@ class NamedModel:
             check_fits(mesh, config)
         except ValueError as error:
             raise ConfigError(f"--mesh {options.run.mesh}: {error}.") from None
-        return cls(path, dataclasses.replace(config, lora=_lora(options.lora)), tokenizer, stacks, base_dtype, mesh)
+        on_tpus = devices[0].platform == "tpu"
+        config = dataclasses.replace(config, lora=_lora(options.lora), scan_decode=on_tpus)
+        return cls(path, config, tokenizer, stacks, base_dtype, mesh)
 
     @property
     def all_trained(self) -> bool:

@@ -191,7 +191,6 @@ def find_model(config: TrainConfig, devices: Sequence[Any], assumed: Assumed) ->
         path = weights.resolve_model(name)
         shape = weights.read_config(path, compute_dtype=_COMPUTE)
     tokenizer, source = _tokenizer(name, path, shape, assumed.tokenizer)
-    shape = dataclasses.replace(shape, scan_decode=True)
     return NamedModel.of(config, path, shape, tokenizer, devices), source
 
 

@@ -359,17 +359,23 @@ class Operation:
     collectives: tuple[Collective, ...]
 
 
-class Traffic(NamedTuple):
-    """Collectives of one kind among so many devices, in one run of a program."""
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind among so many devices, in one run of a program.
+
+    Attributes:
+        kind: `all-gather`, ...
+        devices: in a group.
+        count: how many run.
+        bytes: that a device sends in all of them.
+        largest: bytes that it sends in the largest.
+    """
 
     kind: str
     devices: int
-    count: float
-    """How many run."""
-    bytes: float
-    """That a device sends in all of them."""
-    largest: float
-    """That it sends in the largest."""
+    count: float = 0.0
+    bytes: float = 0.0
+    largest: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,10 +405,10 @@ def cost(program: Program, bound: Callable[[Loop], float | None]) -> Cost:
         passes += times * operation.passes
         moved += times * operation.bytes
         for one in operation.collectives:
-            old = found.get((one.kind, one.devices), Traffic(one.kind, one.devices, 0, 0, 0))
+            old = found.get((one.kind, one.devices), Traffic(one.kind, one.devices))
             count, sent = old.count + times, old.bytes + times * one.moved
             largest = max(old.largest, one.moved)
-            found[one.kind, one.devices] = old._replace(count=count, bytes=sent, largest=largest)
+            found[one.kind, one.devices] = Traffic(one.kind, one.devices, count, sent, largest)
     return Cost(flops, passes, moved, tuple(sorted(found.values(), key=lambda traffic: -traffic.bytes)))
 
 

@@ -201,7 +201,7 @@ def test_what_is_no_program_is_refused(text, problem):
 
 
 SHARDED = """
-import json, os
+import dataclasses, json
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxgrpo import hlo
@@ -214,7 +214,7 @@ def cost(function, *specs, out=P()):
     shapes = [jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, spec)) for spec in specs]
     program = jax.jit(function, out_shardings=NamedSharding(mesh, out)).lower(*shapes).compile()
     found = hlo.cost(hlo.parse(program.as_text()), lambda loop: None)
-    return [found.flops, [list(traffic) for traffic in found.collectives]]
+    return [found.flops, [dataclasses.astuple(traffic) for traffic in found.collectives]]
 
 
 def three(x, w):

@@ -92,19 +92,22 @@ class Beginning:
     asks for them may give them away.
     """
 
-    def __init__(self, config: TrainConfig, devices: Sequence[Any] | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, devices: Sequence[Any] | None = None, model: "NamedModel | None" = None
+    ) -> None:
         """Finds the model and, with `init_from`, the checkpoint; no parameter is read yet.
 
         Args:
             config: of the run.
             devices: that parameters are divided among; None is all that there are.
+            model: the model, where it is found already, for devices of its own.
 
         Raises:
             ConfigError: options that do not go together, or no such checkpoint.
             WeightsError: the model is absent, damaged or unknown.
             UnsupportedModelError: the model has a feature that is not computed here.
         """
-        self.model = NamedModel.find(config, devices)
+        self.model = NamedModel.find(config, devices) if model is None else model
         self.start = _Start.find(config)
         self._config = config
         self._frozen: Any = nnx.State({}) if self.model.all_trained else None
@@ -227,6 +230,15 @@ def _lora(options: LoRAConfig) -> LoRA | None:
     return LoRA(options.rank, options.alpha, targets) if options.rank else None
 
 
+def find_tokenizer(name: str, path: Path) -> TextTokenizer:
+    """The tokenizer of a model's files; `name` is what the user called it."""
+    if name == "tiny":
+        return TextTokenizer.tiny()
+    if path.suffix == ".gguf":
+        return TextTokenizer.from_gguf(path)
+    return TextTokenizer.from_pretrained(path)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedModel:
     """A model as a name finds it: its configuration and tokenizer, its weights not read yet."""
@@ -243,15 +255,22 @@ class NamedModel:
     @classmethod
     def find(cls, options: TrainConfig, devices: Sequence[Any] | None = None) -> "NamedModel":
         """The model that a configuration names, for the devices given or, without, all that there are."""
-        name, train_layers = options.model, options.learn.train_layers
-        path = weights.resolve_model(name)
+        path = weights.resolve_model(options.model)
         config = weights.read_config(path, compute_dtype=_default_dtype())
-        if name == "tiny":
-            tokenizer = TextTokenizer.tiny()
-        elif path.suffix == ".gguf":
-            tokenizer = TextTokenizer.from_gguf(path)
-        else:
-            tokenizer = TextTokenizer.from_pretrained(path)
+        devices = jax.devices() if devices is None else devices
+        return cls.of(options, path, config, find_tokenizer(options.model, path), devices)
+
+    @classmethod
+    def of(
+        cls,
+        options: TrainConfig,
+        path: Path,
+        config: ModelConfig,
+        tokenizer: TextTokenizer,
+        devices: Sequence[Any],
+    ) -> "NamedModel":
+        """A model of these files, divided into what is trained and what is not, and among devices, as options say."""
+        name, train_layers = options.model, options.learn.train_layers
         if tokenizer.vocab_size > config.vocab_size:
             raise ConfigError(
                 f"--model {name}: the tokenizer has {tokenizer.vocab_size} ids and the model only "
@@ -261,13 +280,16 @@ class NamedModel:
             stacks = parse_layers(train_layers, config.layers)
         except ValueError as error:
             raise ConfigError(f"--train-layers {train_layers}: {error}.") from None
-        base_dtype = _default_dtype() if options.learn.base_dtype == "auto" else options.learn.base_dtype
+        # The type of products is the backend's own, see `_default_dtype`.
+        base_dtype = config.compute_dtype if options.learn.base_dtype == "auto" else options.learn.base_dtype
         try:
-            mesh = make_mesh(options.run.mesh, jax.devices() if devices is None else devices)
+            mesh = make_mesh(options.run.mesh, devices)
             check_fits(mesh, config)
         except ValueError as error:
             raise ConfigError(f"--mesh {options.run.mesh}: {error}.") from None
-        return cls(path, dataclasses.replace(config, lora=_lora(options.lora)), tokenizer, stacks, base_dtype, mesh)
+        on_tpus = devices[0].platform == "tpu"
+        config = dataclasses.replace(config, lora=_lora(options.lora), scan_decode=on_tpus)
+        return cls(path, config, tokenizer, stacks, base_dtype, mesh)
 
     @property
     def all_trained(self) -> bool:

@@ -318,12 +318,13 @@ def _blank(abstract: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(abstract.shape, abstract.dtype)
 
 
-def build(config: TrainConfig, devices: Sequence[Any] | None = None) -> Experiment:
+def build(config: TrainConfig, devices: Sequence[Any] | None = None, model: NamedModel | None = None) -> Experiment:
     """The experiment a configuration describes.
 
     Args:
         config: the configuration.
         devices: that arrays are divided among as `--mesh` says; None is all that there are.
+        model: its model, where it is found already: for planning, for devices that are not here and without weights.
 
     Raises:
         ConfigError: options that do not go together.
@@ -332,7 +333,7 @@ def build(config: TrainConfig, devices: Sequence[Any] | None = None) -> Experime
         WeightsError: the model is absent, damaged or unknown.
         UnsupportedModelError: the model has a feature that is not computed here.
     """
-    experiment = _build(config, Beginning(config, devices))
+    experiment = _build(config, Beginning(config, devices, model))
     return experiment._with_fitting_micro_batch() if config.learn.micro_batch == "auto" else experiment
 
 
@@ -357,6 +358,8 @@ def _build(config: TrainConfig, beginning: Beginning) -> Experiment:
         top_k=options.top_k,
         truncate_top_p=Switches.from_config(config).top_p,
         remat=model.config.layers > _LAYERS_KEPT,
+        # A TPU's decoding is bound by reading the weights, for few rows as for many.
+        fewest_rows=config.episodes if model.config.scan_decode else LanguageAgentPolicy.fewest_rows,
     )
     algorithm = _algorithm(config)
     step = TrainStep(policy, game, algorithm, config, _critic(config, algorithm, model.config))

@@ -20,23 +20,51 @@ _UNQUALIFIED = tyro.conf.OmitArgPrefixes
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainOptions(TrainConfig):
+class _OptionsOfARun(TrainConfig):
+    play: Annotated[PlayConfig, _UNQUALIFIED] = PlayConfig()
+    learn: Annotated[LearnConfig, _UNQUALIFIED] = LearnConfig()
+    optimizer: Annotated[OptimizerConfig, _UNQUALIFIED] = OptimizerConfig()
+    run: Annotated[RunConfig, _UNQUALIFIED] = RunConfig()
+    config: str | None = None
+    """A TOML file of options, flat or in the sections play, learn, lora, optimizer and run."""
+
+    def __post_init__(self) -> None:
+        """Nothing: values are judged when all sources are together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions(_OptionsOfARun):
     """Train a language agent: `jaxgrpo train` alone trains the small built-in model on Frozen Lake in minutes.
 
     An option is taken from the command line, else from the --config file, else from the preset. A run that is resumed
     keeps its options, so --out and --resume are enough.
     """
 
-    play: Annotated[PlayConfig, _UNQUALIFIED] = PlayConfig()
-    learn: Annotated[LearnConfig, _UNQUALIFIED] = LearnConfig()
-    optimizer: Annotated[OptimizerConfig, _UNQUALIFIED] = OptimizerConfig()
-    run: Annotated[RunConfig, _UNQUALIFIED] = RunConfig()
     launch: Annotated[LaunchOptions, _UNQUALIFIED] = LaunchOptions()
-    config: str | None = None
-    """A TOML file of options, flat or in the sections play, learn, lora, optimizer and run."""
 
-    def __post_init__(self) -> None:
-        """Nothing: values are judged when all sources are together."""
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions(_OptionsOfARun):
+    """Compile a run's step for a TPU that is not here: memory by part, FLOPs, bytes, collectives, time at best.
+
+    Takes the options of `jaxgrpo train` and needs neither weights nor a TPU, but the extra `tpu`. Exit code 1: the step
+    does not fit.
+    """
+
+    topology: str | None = None
+    """Slice to plan for: v5e:4x4, v6e:2x4, v5p:2x2x1, or the cloud's name: v5litepod-16, v6e-8, v5p-8."""
+    part: Literal["both", "rollout", "update"] = "both"
+    """What to compile; the rollout alone, as in an evaluation, without any state of learning."""
+    tokenizer: str | None = None
+    """Tokenizer of a model that is not here: a folder with tokenizer.json, a .gguf file or Qwen's qwen.tiktoken."""
+    prompt_tokens: int = 0
+    """Tokens of the prompt that all steps share; 0: the game's own."""
+    reply_tokens: int = 0
+    """Tokens of a reply; 0: --reply-limit, the most."""
+    steps: int = 0
+    """Steps of an episode; 0: the game's limit."""
+    json: str | None = None
+    """Write all figures to this file too, here or gs://BUCKET/FILE."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +196,28 @@ def _joined(command: str, words: list[str], given: dict[str, Any]) -> int | None
     return None
 
 
+def _plan(words: list[str]) -> int:
+    given = read_options(PlanOptions, words)
+    if given is None:
+        given = read_options(PlanOptions, [word for word in words if word not in ("-h", "--help")]) or {}
+        own, config = _of_plan(given)
+        shown = {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
+        return _help("plan", PlanOptions(**shown, **own, config=given.get("config")))
+    own, config = _of_plan(given)
+    from jaxgrpo.commands import plan_command
+
+    return plan_command(dataclasses.replace(PlanOptions(), **own), config)
+
+
+def _of_plan(given: Mapping[str, Any]) -> tuple[dict[str, Any], TrainConfig]:
+    """What is asked of a plan, and the run that is planned."""
+    names = {field.name for field in dataclasses.fields(PlanOptions)} - {
+        field.name for field in dataclasses.fields(_OptionsOfARun)
+    }
+    own = {name: value for name, value in given.items() if name in names}
+    return own, train_config({name: value for name, value in given.items() if name not in names})
+
+
 def train_config(given: Mapping[str, Any]) -> TrainConfig:
     """The configuration of a run from the options given on the command line, `config` (a TOML file) among them.
 
@@ -233,6 +283,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train a language agent; with no options, the embedded default"),
     "eval": (_eval, "play scenarios with a model and with players that need none"),
     "play": (_play, "play a game yourself, seeing what the model sees"),
+    "plan": (_plan, "compile a run for a TPU that is not here: does it fit, how fast is it at best"),
     "export": (_export, "write a run's model as files that other programs load"),
 }
 
@@ -315,7 +366,7 @@ def _help(command: str, defaults: Any) -> int:
             default=defaults,
         )
     except SystemExit:
-        print(_exit_codes() if command == "train" else "", end="")
+        print(_exit_codes() if command in ("train", "plan") else "", end="")
     return Exit.DONE
 
 

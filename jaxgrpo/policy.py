@@ -221,7 +221,8 @@ class LanguageAgentPolicy:
         def too_many_open(carry: tuple[_Writing, DecodeCache]) -> Bool[Array, ""]:
             return jnp.sum(~carry[0].done) > smaller
 
-        writing, cache = while_any(too_many_open, step, (batch.writing, batch.cache))
+        with jax.named_scope("reply"):
+            writing, cache = while_any(too_many_open, step, (batch.writing, batch.cache))
         if smaller == 0:
             return writing
         # Open rows first; the rows that fill the smaller batch have finished, and nothing changes them.
@@ -342,7 +343,8 @@ class LanguageAgentPolicy:
             index, log_prob = draw(uniform, jnp.where(allowed, logits, -jnp.inf), **options)
             # Forced runs are over: a row that goes on has a choice.
             return jnp.take_along_axis(choices, index[:, None], axis=1)[:, 0], log_prob, jnp.ones_like(state, bool)
-        logits = model.logits(hidden)
+        # Each device with its part of the head: else the whole head would travel to where the rows are drawn.
+        logits = constrain(model.logits(hidden), "rows", "vocab")
         allowed = self._allowed(state, remaining, jnp.arange(logits.shape[-1], dtype=jnp.int32))
         # A finished row may have nothing left to choose; token 0 keeps its numbers finite and is never used.
         allowed = allowed.at[:, 0].set(allowed[:, 0] | ~jnp.any(allowed, axis=1))

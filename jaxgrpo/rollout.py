@@ -155,7 +155,8 @@ def play(
             anchor=None if now.anchor is None else now.anchor.at[t].set(words(now.state)),
         )
 
-    end = while_any(lambda now: jnp.any(now.alive) & (now.step < limit), advance, begin)
+    with jax.named_scope("steps"):
+        end = while_any(lambda now: jnp.any(now.alive) & (now.step < limit), advance, begin)
     return _as_episodes(end, game.game, groups, samples)
 
 
@@ -244,7 +245,8 @@ def _reply_in_parts(
         target = jnp.where(wanted, index, episodes)
         return jax.tree.map(lambda all_rows, some: all_rows.at[target].set(some, mode="drop"), replies, reply)
 
-    return for_count((living + rows - 1) // rows, part, Reply.blank(episodes, policy.reply_limit))
+    with jax.named_scope("parts"):
+        return for_count((living + rows - 1) // rows, part, Reply.blank(episodes, policy.reply_limit))
 
 
 def _blank_where(over: Bool[Array, " episodes"], reply: Reply) -> Reply:

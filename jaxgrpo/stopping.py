@@ -15,6 +15,7 @@ class Exit(enum.IntEnum):
     """Exit codes of `jaxgrpo`."""
 
     DONE = 0
+    DOES_NOT_FIT = 1
     USER_ERROR = 2
     NON_FINITE = 3
     PEER_LOST = 75
@@ -29,6 +30,7 @@ class Exit(enum.IntEnum):
 
 _MEANINGS = {
     Exit.DONE: "done: all iterations, or --max-seconds are over",
+    Exit.DOES_NOT_FIT: "jaxgrpo plan: it does not fit; with a traceback, from any command: a fault of jaxgrpo",
     Exit.USER_ERROR: "a wrong option or file, a full disk, a store out of reach; one line on standard error says which",
     Exit.NON_FINITE: f"given up: {SKIPPED_LIMIT} iterations in a row had no finite gradient",
     Exit.PEER_LOST: "another process of a run on several hosts was lost; go on with --resume once all are there again",

@@ -305,7 +305,8 @@ class TrainStep:
             place = jnp.where(present, index, rows.weight.shape[0])
             return {name: x.at[place].set(some[name], mode="drop") for name, x in found.items()}
 
-        return for_count(parts, body, {name: jnp.zeros(rows.reply.shape) for name in sorted(reads)})
+        with jax.named_scope("micro_batches"):
+            return for_count(parts, body, {name: jnp.zeros(rows.reply.shape) for name in sorted(reads)})
 
     def _prefixes(self, networks: _Networks, fixed: Fixed) -> _Networks:
         """The shared prefix as each network reads it; None for a critic that reads none of its own."""
@@ -422,7 +423,8 @@ class TrainStep:
             grads = constrain_params(jax.tree.map(jnp.add, grads, more))
             return (grads, jax.tree.map(jnp.add, through, and_through)), report.merge(another)
 
-        (grads, through), report = for_count(parts, accumulate, (nothing, no_report))
+        with jax.named_scope("micro_batches"):
+            (grads, through), report = for_count(parts, accumulate, (nothing, no_report))
         through = jax.tree.map(lambda g, x: g.astype(x.dtype), through, prefixes)
         return constrain_params(jax.tree.map(jnp.add, grads, prefix_vjp(through)[0])), report
 

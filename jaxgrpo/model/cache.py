@@ -1,6 +1,7 @@
 """Keys and values kept between calls: the prompt's shared prefix, and each row's own slots."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -49,17 +50,19 @@ class Prefix:
 class DecodeCache:
     """Each row's own keys and values, one array a layer so that a loop updates every one of them in place.
 
-    All rows write the same slot at the same time; what differs between rows is which slots are `valid`.
+    Where decoding goes through the layers in a loop (`Transformer.decode_params`), one array a stack of layers instead,
+    with the layers in front. All rows write the same slot at the same time; what differs between rows is which slots
+    are `valid`.
 
     Attributes:
-        keys: rotated keys, one array a layer.
-        values: values, one array a layer.
+        keys: rotated keys.
+        values: values.
         valid: slots that hold a token of the row.
         cursor: next slot to write, in [0, slots].
     """
 
-    keys: tuple[Float[Array, "batch slots kv_heads head_dim"], ...]
-    values: tuple[Float[Array, "batch slots kv_heads head_dim"], ...]
+    keys: tuple[Float[Array, "... batch slots kv_heads head_dim"], ...]
+    values: tuple[Float[Array, "... batch slots kv_heads head_dim"], ...]
     valid: Bool[Array, "batch slots"]
     cursor: Int[Array, ""]
 
@@ -70,14 +73,26 @@ class DecodeCache:
 
     def take(self, index: Int[Array, " some"]) -> "DecodeCache":
         """A cache of some of the rows, by number."""
-        keys, values = jax.tree.map(lambda x: constrain(x[index], *CACHE_AXES), (self.keys, self.values))
+        keys, values = jax.tree.map(lambda x: _divided(jnp.take(x, index, axis=x.ndim - 4)), (self.keys, self.values))
         return DecodeCache(keys, values, self.valid[index], self.cursor)
 
 
-def empty_cache(config: ModelConfig, batch: int, slots: int) -> DecodeCache:
-    """A cache of `slots` empty slots for each of `batch` rows."""
+def _divided(x: Float[Array, "*layers batch slots kv_heads head_dim"]) -> Float[Array, "..."]:
+    return constrain(x, *[None] * (x.ndim - len(CACHE_AXES)), *CACHE_AXES)
+
+
+def empty_cache(config: ModelConfig, batch: int, slots: int, stacks: Sequence[int] = ()) -> DecodeCache:
+    """A cache of `slots` empty slots for each of `batch` rows.
+
+    Args:
+        config: of the model.
+        batch: rows.
+        slots: of each row.
+        stacks: layers in each of the model's stacks, where decoding goes through them in loops; none where it does not.
+    """
     shape = (batch, slots, config.kv_heads * kv_copies(config), config.head_dim)
-    zeros = tuple(constrain(jnp.zeros(shape, config.dtype), *CACHE_AXES) for _ in range(config.layers))
+    shapes = [(layers, *shape) for layers in stacks] or [shape] * config.layers
+    zeros = tuple(_divided(jnp.zeros(shape, config.dtype)) for shape in shapes)
     return DecodeCache(zeros, zeros, jnp.zeros((batch, slots), bool), jnp.zeros((), jnp.int32))
 
 

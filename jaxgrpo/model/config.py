@@ -71,6 +71,8 @@ class ModelConfig:
         eos_ids: ids that end a sequence, as the checkpoint declares them; may be empty.
         compute_dtype: type of activations and matrix products; norms, softmax and logits are float32 in any case.
         lora: low-rank adapters beside the matrices of the blocks; None without. Not a part of the checkpoint.
+        scan_decode: whether decoding goes through the layers in a loop, which compiles in the time that one layer takes
+            (a TPU's compiler takes seconds a layer), or has them one behind the other, which is faster on CPUs.
     """
 
     architecture: str
@@ -93,6 +95,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     compute_dtype: str = "float32"
     lora: LoRA | None = None
+    scan_decode: bool = False
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:

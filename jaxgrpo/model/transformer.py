@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
 from jaxgrpo.model.attention import attend, attend_causally, rope_angles, rope_frequencies, rotate
 from jaxgrpo.model.cache import DecodeCache, Prefix, empty_cache, write_slots
-from jaxgrpo.model.chunks import cut
+from jaxgrpo.model.chunks import cut, joined
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.lora import A_SUFFIX, B_SUFFIX, LINEAR
 from jaxgrpo.model.packed import is_packed, unpacked
@@ -29,8 +29,6 @@ from jaxgrpo.model.sharding import Axes, constrain, constrain_rows, gathered, kv
 UNROLLED_LAYERS = 4
 
 LayerParams = Mapping[str, Array]
-_Pair = tuple[Array, Array]
-"""Keys and values."""
 
 RowAxes = tuple[str | None, str | None]
 """Logical axes of the rows and of the tokens in them."""
@@ -286,7 +284,8 @@ class Transformer(nnx.Module):
 
     def init_cache(self, batch: int, slots: int) -> DecodeCache:
         """An empty cache of `slots` tokens for each of `batch` rows."""
-        return empty_cache(self.config, batch, slots)
+        stacks = [stack.layers for stack in self.stacks] if self._scans_decoding else []
+        return empty_cache(self.config, batch, slots, stacks)
 
     def for_decoding(self) -> "Transformer":
         """The same model, what its head and its embedding are divided into gathered once, outside a decoding loop."""
@@ -294,17 +293,24 @@ class Transformer(nnx.Module):
         graphdef, params = nnx.split(self)
         return nnx.merge(graphdef, nnx.merge_state(params, nnx.State({k: nnx.Param(x) for k, x in values.items()})))
 
-    def decode_params(self) -> tuple[LayerParams, ...] | None:
-        """The layers' parameters, one tree a layer, matrices in the compute type; make them outside a decoding loop.
+    @property
+    def _scans_decoding(self) -> bool:
+        """Whether decoding goes through the layers in a loop."""
+        return self.config.scan_decode or self._is_packed
 
-        None where they are packed: `decode` then expands a layer at a time.
+    def decode_params(self) -> tuple[LayerParams, ...]:
+        """Parameters as decoding takes them, matrices in the compute type; make them outside a decoding loop.
+
+        One tree a layer; or one a stack where decoding goes through the layers in a loop, be it that the configuration
+        says so or that matrices are packed: these stay so, and no more than one layer is expanded at any time.
         """
-        if self._is_packed:
-            return None
         dtype = self.config.dtype
         layers = []
         for stack, params in zip(self.stacks, self._stacked(), strict=True):
-            cast = {name: x if name.endswith("norm") else x.astype(dtype) for name, x in params.items()}
+            cast = {name: x if name.endswith("norm") or is_packed(x) else x.astype(dtype) for name, x in params.items()}
+            if self._scans_decoding:
+                layers.append({name: gathered(x, *axes_of(f"layers.{name}")) for name, x in cast.items()})
+                continue
             for index in range(stack.layers):
                 layers.append({name: gathered(x[index], *axes_of(f"layers.{name}")[1:]) for name, x in cast.items()})
         return tuple(layers)
@@ -334,52 +340,75 @@ class Transformer(nnx.Module):
         Returns:
             Final-normed hidden states of the block, and the longer cache.
         """
-        config = self.config
+        layers = self.decode_params() if layers is None else layers
         slot_valid = write_slots(cache.valid, valid, cache.cursor)
         reach = cache.cursor + jnp.arange(ids.shape[1])
         mask = constrain_rows((jnp.arange(cache.slots) <= reach[:, None]) & slot_valid[:, None, :])
-        angles = constrain_rows(_rope(config, positions))
+        angles = constrain_rows(_rope(self.config, positions))
+        through = self._decode_scanned if self._scans_decoding else self._decode_unrolled
+        hidden, keys, values = through(self._embed(ids), angles, mask, layers, prefix, cache)
+        cache = DecodeCache(keys, values, slot_valid, cache.cursor + ids.shape[1])
+        return _rms_norm(hidden, self.final_norm[...], self.config), cache
 
-        def block(hidden: Array, layer: tuple[LayerParams, _Pair, _Pair]) -> tuple[Array, _Pair]:
-            """One layer: the hidden states behind it, and its keys and values with the block's."""
-            params, (shared_k, shared_v), (keys, values) = layer
+    def _decode_unrolled(
+        self,
+        hidden: Float[Array, "batch block width"],
+        angles: tuple[Array, Array],
+        mask: Bool[Array, "batch block slots"],
+        layers: Sequence[LayerParams],
+        prefix: Prefix,
+        cache: DecodeCache,
+    ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+        """Through the layers one by one; hidden states, and the keys and values of each layer with the block's."""
+        config = self.config
+        all_keys, all_values = [], []
+
+        for index, (params, shared) in enumerate(zip(layers, prefix.by_layer(), strict=True)):
+
+            def attention(
+                q: Array, k: Array, v: Array, index: int = index, shared: tuple[Array, Array] = shared
+            ) -> Array:
+                all_keys.append(write_slots(cache.keys[index], k, cache.cursor))
+                all_values.append(write_slots(cache.values[index], v, cache.cursor))
+                return attend(q, all_keys[-1], all_values[-1], mask, *shared, prefix.length, config.precision)
+
+            hidden = _block(config, params, hidden, angles, attention)[0]
+        return hidden, tuple(all_keys), tuple(all_values)
+
+    def _decode_scanned(
+        self,
+        hidden: Float[Array, "batch block width"],
+        angles: tuple[Array, Array],
+        mask: Bool[Array, "batch block slots"],
+        stacks: Sequence[LayerParams],
+        prefix: Prefix,
+        cache: DecodeCache,
+    ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+        """Through the layers in a loop a stack, whose carry holds the stack's keys and values, updated in place."""
+        config = self.config
+
+        def body(carry: tuple[Array, Array, Array], layer: Any) -> tuple[tuple[Array, Array, Array], None]:
+            hidden, all_keys, all_values = carry
+            number, params, shared_keys, shared_values = layer
 
             def attention(q: Array, k: Array, v: Array) -> Array:
-                nonlocal keys, values
-                keys, values = write_slots(keys, k, cache.cursor), write_slots(values, v, cache.cursor)
-                return attend(q, keys, values, mask, shared_k, shared_v, prefix.length, config.precision)
+                nonlocal all_keys, all_values
+                place = (number, 0, cache.cursor, 0, 0)
+                all_keys = jax.lax.dynamic_update_slice(all_keys, k[None], place)
+                all_values = jax.lax.dynamic_update_slice(all_values, v[None], place)
+                own_keys, own_values = all_keys[number], all_values[number]
+                return attend(
+                    q, own_keys, own_values, mask, shared_keys, shared_values, prefix.length, config.precision
+                )
 
-            hidden, *_ = _block(config, params, hidden, angles, attention)
-            return hidden, (keys, values)
+            hidden = _block(config, params, hidden, angles, attention)[0]
+            return (hidden, all_keys, all_values), None
 
-        hidden, cached = self._embed(ids), tuple(zip(cache.keys, cache.values, strict=True))
-        layers = self.decode_params() if layers is None else layers
-        if layers is None:
-            hidden, cached = self._decode_packed(block, hidden, prefix, cached)
-        else:
-            made = []
-            for layer in zip(layers, prefix.by_layer(), cached, strict=True):
-                hidden, longer = block(hidden, layer)
-                made.append(longer)
-            cached = tuple(made)
-        all_keys, all_values = zip(*cached, strict=True)
-        cache = DecodeCache(all_keys, all_values, slot_valid, cache.cursor + ids.shape[1])
-        return _rms_norm(hidden, self.final_norm[...], config), cache
-
-    def _decode_packed(
-        self, block: Callable, hidden: Array, prefix: Prefix, cached: tuple[_Pair, ...]
-    ) -> tuple[Array, tuple[_Pair, ...]]:
-        """Goes up through packed layers in a scan, where no more than one layer is expanded at any time.
-
-        Without it the expansions, which depend on nothing, could stand before the first layer or outside of a loop.
-        """
-        ends = np.cumsum([stack.layers for stack in self.stacks]).tolist()
-        parts = [cached[end - stack.layers : end] for stack, end in zip(self.stacks, ends, strict=True)]
-        stacked = [jax.tree.map(lambda *each: jnp.stack(each), *part) for part in parts]
-        shared = zip(prefix.keys, prefix.values, strict=True)
-        hidden, made = self._scan(block, hidden, list(zip(self._stacked(), shared, stacked, strict=True)))
-        longer = [(keys[at], values[at]) for keys, values in made for at in range(keys.shape[0])]
-        return hidden, tuple(longer)
+        keys, values = list(cache.keys), list(cache.values)
+        for index, (params, *shared) in enumerate(zip(stacks, prefix.keys, prefix.values, strict=True)):
+            layers = jnp.arange(keys[index].shape[0]), params, *shared
+            (hidden, keys[index], values[index]), _ = jax.lax.scan(body, (hidden, keys[index], values[index]), layers)
+        return hidden, tuple(keys), tuple(values)
 
     def head(self) -> Num[Array, "vocab width"]:
         """The matrix whose rows score the vocabulary: the embedding where they are tied; packed where that is."""
@@ -392,7 +421,7 @@ class Transformer(nnx.Module):
             return self.logits_of(hidden, head)
         # A chunk at a time, for no more than that is to be expanded.
         scores = jax.lax.map(lambda rows: self.logits_of(hidden, rows), cut(head))
-        return jnp.moveaxis(scores, 0, -2).reshape(*hidden.shape[:-1], -1)[..., : head.shape[0]]
+        return jnp.moveaxis(joined(jnp.moveaxis(scores, -1, 1), head.shape[0]), 0, -1)
 
     def logits_of(
         self, hidden: Float[Array, "*rows width"], head: Num[Array, "some width"]

@@ -178,7 +178,7 @@ def test_resume_refuses(trained, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("trian", r"unknown command 'trian'; there are train, eval, play, export\. Did you mean 'train'\?"),
+        ("trian", r"unknown command 'trian'; there are train, eval, play, plan, export\. Did you mean 'train'\?"),
         ("train --group 3", r"unknown option --group\. Did you mean '?--groups"),
         ("train --gruop-size=3", r"unknown option --gruop-size\. Did you mean '?--group-size"),
         ("train --no-constrian", r"unknown option --no-constrian\. Did you mean '?--no-constrain"),
@@ -214,6 +214,12 @@ def test_resume_refuses(trained, tmp_path, capsys):
         ("eval --run none --export x.jsonl", r"--run none: holds no run"),
         ("eval --model tiny --export none/x.jsonl", r"--export none/x\.jsonl: there is no folder none\."),
         ("eval --model tiny --json none/x.json", r"--json none/x\.json: there is no folder none\."),
+        ("plan", r"plan: give --topology, such as v5e:4x4"),
+        ("plan --topology v5e:4x5", r"--topology v5e:4x5: unknown; allowed are v5e:1x1, .* Did you mean 'v5e:4x"),
+        ("plan --topology v5e-16 --steps -1", r"--steps -1: must be 0 or more\."),
+        ("plan --topology v5e-16 --json none/x.json", r"--json none/x\.json: there is no folder none\."),
+        ("plan --topolgy v5e-16", r"unknown option --topolgy\. Did you mean '?--topology"),
+        ("plan --topology v5e-16 --groups 0", r"--groups 0: must be at least 1\."),
         ("play chess", r"unknown game 'chess'"),
         ("play --style long", r"--style long: allowed are short, full\."),
     ],
@@ -295,7 +301,7 @@ def test_help_shows_the_values_that_apply(tmp_path, capsys, monkeypatch):
 def test_overview_names_every_command(words, capsys):
     assert main(words) == Exit.DONE
     page = capsys.readouterr().out
-    for command in ("train", "eval", "play"):
+    for command in ("train", "eval", "play", "plan"):
         assert re.search(rf"^  {command} ", page, re.MULTILINE)
         assert main([command, "--help"]) == Exit.DONE
 

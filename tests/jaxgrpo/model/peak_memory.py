@@ -55,7 +55,7 @@ def four_devices(folder: Path) -> dict[str, NamedSharding]:
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("fsdp", "tensor"))
     axes = {"embed": "fsdp", "heads": "tensor", "ffn": "tensor", "vocab": "tensor"}
     declared = declare(weights.read_config(folder))
-    specs = {name: PartitionSpec(*(axes.get(axis) for axis in d.axes)) for name, d in declared.items()}
+    specs = {name: PartitionSpec(*(axes.get(axis or "") for axis in d.axes)) for name, d in declared.items()}
     return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
 
 

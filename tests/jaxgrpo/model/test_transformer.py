@@ -100,7 +100,10 @@ def _decode(graph, params, ids, positions, valid, prefix_ids, blocks):
 
 @pytest.mark.parametrize(
     ("config", "prefix_length", "blocks"),
-    [(CONFIG, 0, ()), (CONFIG, 0, (TOKENS,)), (CONFIG, 7, (4, 3)), (CONFIG, 3, (4,)), (DEEP, 7, (4,))],
+    [
+        *[(CONFIG, 0, ()), (CONFIG, 0, (TOKENS,)), (CONFIG, 7, (4, 3)), (CONFIG, 3, (4,)), (DEEP, 7, (4,))],
+        (dataclasses.replace(DEEP, scan_decode=True), 7, (4, 3)),
+    ],
 )
 def test_decode_equals_forward(config, prefix_length, blocks):
     model = random_model(config)

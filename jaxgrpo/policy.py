@@ -24,7 +24,7 @@ from jaxgrpo import token_statistics as statistics
 from jaxgrpo.episodes import CLOSED, CUT, ENDED, Reply
 from jaxgrpo.loops import while_any
 from jaxgrpo.model.cache import DecodeCache, Prefix
-from jaxgrpo.model.sharding import constrain
+from jaxgrpo.model.sharding import constrain, constrain_rows, with_gradient
 from jaxgrpo.model.transformer import LayerParams, Transformer
 from jaxgrpo.sampling import draw
 from jaxgrpo.token_statistics import Scores, TokenStatistics
@@ -266,7 +266,8 @@ class LanguageAgentPolicy:
         reply, active = writing.reply, ~writing.done & (writing.fresh == 0)
         uniform = jax.vmap(lambda key, at: jax.random.uniform(jax.random.fold_in(key, at)))(keys, reply.length)
         remaining = self.reply_limit - reply.length
-        token, log_prob, chosen = self._draw(model, hidden, writing.constraint, remaining, uniform, sampling)
+        drawn = self._draw(model, hidden, writing.constraint, remaining, uniform, sampling)
+        token, log_prob, chosen = constrain_rows(drawn)
         here = (jnp.arange(self.reply_limit) == reply.length[:, None]) & active[:, None]
         ids = jnp.where(here, token[:, None], reply.ids)
         length = reply.length + 1
@@ -561,7 +562,8 @@ def _sampled_span(constraint: Constraint, limit: int, *, counts_down: bool) -> t
 
 def _scores_of(product: _Product, scores: Scores, ids: Int[Array, "rows span some"]) -> Float[Array, "rows span some"]:
     """Scores of a few tokens at each place, the rest of the vocabulary not computed."""
-    return jax.vmap(jax.vmap(product))(scores.hidden, scores.head[ids])
+    few = with_gradient(scores.head[ids], "copies", None, None, "embed")
+    return jax.vmap(jax.vmap(product))(scores.hidden, few)
 
 
 def _left_valid(length: Int[Array, " rows"], tokens: int, extra: int = 0) -> Bool[Array, "rows both"]:

@@ -27,6 +27,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "rows": ("data", "fsdp"),
     "draws": ("data", "fsdp", "tensor"),  # rows again, where every device is to draw for some of them
     "prefix": ("data", "fsdp"),  # tokens of the shared prefix, which has no rows
+    "copies": ("data",),  # rows or such tokens, where another axis is divided along `fsdp`
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -170,11 +171,23 @@ def _gathered_forward(x: Array, axes: Axes) -> tuple[Array, None]:
 
 
 def _gathered_backward(axes: Axes, _: None, gradient: Array) -> tuple[Array]:
-    # Summed whole and then divided: without the first, the way back might be laid out by this gradient alone.
-    return (constrain(constrain(gradient, *_whole(axes)), *axes),)
+    return (constrain(gradient, *axes),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def with_gradient(x: Array, *axes: str | None) -> Array:
+    """The array itself; its gradient is laid out by these logical axes before it goes on."""
+    return x if _current() is None else _with_gradient(x, axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _with_gradient(x: Array, axes: Axes) -> Array:
+    return x
+
+
+_with_gradient.defvjp(lambda x, axes: (x, None), lambda axes, _, gradient: (constrain(gradient, *axes),))
 
 
 def _whole(axes: Axes) -> Axes:

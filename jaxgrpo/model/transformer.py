@@ -23,7 +23,7 @@ from jaxgrpo.model.chunks import cut, joined
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.lora import A_SUFFIX, B_SUFFIX, LINEAR
 from jaxgrpo.model.packed import is_packed, unpacked
-from jaxgrpo.model.sharding import Axes, constrain, constrain_rows, gathered, kv_copies, whole_rows
+from jaxgrpo.model.sharding import Axes, constrain, constrain_rows, gathered, kv_copies, whole_rows, with_gradient
 
 # Scanning a layer stack keeps compilation short; below this many layers a CPU loses more to the loop than it gains.
 UNROLLED_LAYERS = 4
@@ -348,7 +348,8 @@ class Transformer(nnx.Module):
         through = self._decode_scanned if self._scans_decoding else self._decode_unrolled
         hidden, keys, values = through(self._embed(ids), angles, mask, layers, prefix, cache)
         cache = DecodeCache(keys, values, slot_valid, cache.cursor + ids.shape[1])
-        return _rms_norm(hidden, self.final_norm[...], self.config), cache
+        # However its readers lie: else their layout would be that of every layer's hidden states.
+        return constrain_rows(_rms_norm(hidden, self.final_norm[...], self.config)), cache
 
     def _decode_unrolled(
         self,
@@ -449,7 +450,10 @@ class Transformer(nnx.Module):
     def _embed(
         self, ids: Int[Array, "batch tokens"], axes: RowAxes = ("rows", None)
     ) -> Float[Array, "batch tokens width"]:
-        return constrain(unpacked(self._table("embedding")[ids]).astype(self.config.dtype), *axes, None)
+        rows = unpacked(self._table("embedding")[ids]).astype(self.config.dtype)
+        # Added up where it is to lie: else each device would add to a whole table, to be summed and divided after that.
+        rows = with_gradient(rows, *(axis and "copies" for axis in axes), "embed")
+        return constrain(rows, *axes, None)
 
     def _scan(self, body: Callable, carry: Array, stacks: Sequence[Any]) -> tuple[Array, list[Any]]:
         """Goes up through the layers, a scan a stack; also what `body` gave, stacked, for each stack."""

@@ -18,7 +18,7 @@ from jaxgrpo.config import ConfigError, LoRAConfig, TrainConfig, with_options
 from jaxgrpo.model import weights
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.lora import LoRA, parse_targets
-from jaxgrpo.model.packed import PACKED
+from jaxgrpo.model.packed import PACKED, stored_as
 from jaxgrpo.model.placement import file_shardings, make_placed, placed
 from jaxgrpo.model.sharding import check_fits, make_mesh
 from jaxgrpo.model.trained import (
@@ -32,7 +32,7 @@ from jaxgrpo.model.trained import (
     split_trained,
 )
 from jaxgrpo.model.transformer import Stack, Transformer
-from jaxgrpo.records import RunFolder, digest, read_manifest
+from jaxgrpo.records import RunFolder, digest, read_manifest, require_base
 from jaxgrpo.storage import AnyPath
 
 WEIGHTS, RUN, CRITIC = 0, 1, 3
@@ -81,6 +81,7 @@ def _trained_at(run: RunFolder, iteration: int, model: "NamedModel") -> Any:
 def _whole_at(run: RunFolder, config: TrainConfig, iteration: int) -> Any:
     """All parameters of a run at a checkpoint, layers in one stack: what it trained, and the rest as it began."""
     beginning = Beginning(config)
+    require_base(run, beginning.frozen_digest, option="--init-from")
     trained = _trained_at(run, iteration, beginning.model)
     return trained if beginning.model.all_trained else beginning.model.unite(trained, beginning.frozen())
 
@@ -123,6 +124,17 @@ class Beginning:
         if self._frozen is None:
             self._read()
         return self._frozen
+
+    @functools.cached_property
+    def frozen_digest(self) -> str | None:
+        """A digest of the frozen parameters, in whatever type they are kept; None where all are trained."""
+        if self.model.all_trained:
+            return None
+
+        def of_rounded(tree: Any) -> jax.Array:
+            return digest(jax.tree.map(lambda x: stored_as(x, PACKED), tree))
+
+        return f"{int(jax.jit(of_rounded)(self.frozen())):08x}"
 
     def _read(self) -> Any:
         model, seed = self.model, self._config.seed
@@ -191,9 +203,11 @@ class _Start:
             whole = _whole_at(run, stored, self.iteration)
             self._recognise(whole)
             return model.divide(whole, config.seed)
+        base = Beginning(stored)
+        require_base(run, base.frozen_digest, option="--init-from")
         adapters = _trained_at(run, self.iteration, model)
         self._recognise(adapters)
-        return adapters, Beginning(stored).frozen()
+        return adapters, base.frozen()
 
     def _recognise(self, params: Any) -> None:
         """See that the parameters are those this run began with, once it has."""

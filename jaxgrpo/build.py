@@ -89,6 +89,10 @@ class Experiment:
         start = self._beginning.start
         return start and start.record()
 
+    def frozen_digest(self) -> str | None:
+        """A digest of the parameters that are not trained, for the manifest; None where all are."""
+        return self._beginning.frozen_digest
+
     @functools.cached_property
     def fixed(self) -> Fixed:
         """What the run never changes: what is frozen, and the starting model where the algorithm compares with it."""

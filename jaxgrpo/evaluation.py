@@ -17,6 +17,7 @@ from jaxgrpo.episodes import Episodes
 from jaxgrpo.loops import while_any
 from jaxgrpo.model.sharding import constrain_whole
 from jaxgrpo.policy import LanguageAgentPolicy, Sampling
+from jaxgrpo.records import RunFolder, require_base
 from jaxgrpo.rollout import Keys, chance, play, start
 from jaxgrpo.storage import AnyPath
 from jaxgrpo.transcripts import Table, transcript
@@ -136,6 +137,8 @@ def evaluate_scenarios(
     results, experiment = {}, None
     for name in scenarios or (config.game,):
         experiment = build(dataclasses.replace(config, game=name)) if experiment is None else experiment.on(name)
+        if not isinstance(subject, TrainConfig):
+            require_base(RunFolder.at(str(subject), option="--run"), experiment.frozen_digest(), option="--run")
         params = experiment.initial_params() if params is None else params
         game = experiment.game.game.scored
         outcome = experiment.evaluate(

@@ -8,6 +8,7 @@ from jaxgrpo.beginning import restore_params
 from jaxgrpo.build import Experiment, build
 from jaxgrpo.cli import ExportOptions
 from jaxgrpo.config import ConfigError
+from jaxgrpo.records import RunFolder, require_base
 from jaxgrpo.stopping import Exit
 
 
@@ -19,12 +20,14 @@ def export_command(options: ExportOptions) -> int:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"--to {options.to}: is there already, and not empty; give a new folder.")
     config, params = restore_params(options.run)
+    experiment = build(config)
+    require_base(RunFolder.at(options.run, option="export"), experiment.frozen_digest(), option="export")
     # Under another name until it is whole, so that nobody loads the half of a model.
     partial = folder.with_name(f"{folder.name}.unfinished")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        written = _write(options, build(config), params, partial, folder)
+        written = _write(options, experiment, params, partial, folder)
         partial.replace(folder)
     except OSError as error:
         raise ConfigError(f"--to {options.to}: cannot be written ({error.strerror}).") from None

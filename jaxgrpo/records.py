@@ -351,20 +351,23 @@ def state_digests(state: Any) -> dict[str, Any]:
     return {"iteration": int(state.iteration)} | {name: f"{int(digest(getattr(state, name))):08x}" for name in parts}
 
 
-def new_manifest(config: TrainConfig, state: Any, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def new_manifest(
+    config: TrainConfig, state: Any, origin: Mapping[str, Any] | None = None, frozen: str | None = None
+) -> dict[str, Any]:
     """The manifest of a run that starts from `state`: what made it, and what must agree to make it again.
 
     Args:
         config: the run.
         state: before the first iteration.
         origin: where its parameters come from, if from another run.
+        frozen: digest of the parameters that are not trained, if there are any.
     """
     return {
         "schema_version": SCHEMA_VERSION,
         "seed": config.seed,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "init_from": origin,
-        "digests": {"start": state_digests(state)},
+        "digests": {"start": state_digests(state)} | ({"frozen": frozen} if frozen else {}),
         "machine": machine(),
         "sessions": [],
     }
@@ -386,6 +389,25 @@ def read_manifest(path: AnyPath) -> dict[str, Any]:
             "use the version of jaxgrpo that the run was started with."
         )
     return manifest
+
+
+def require_base(run: RunFolder, found: str | None, *, option: str) -> None:
+    """Sees that a run's frozen parameters are those it was trained on, by their digests.
+
+    Args:
+        run: with a manifest.
+        found: `beginning.Beginning.frozen_digest` of its model now.
+        option: that names the run.
+
+    Raises:
+        ConfigError: they are others: what was trained beside them means nothing.
+    """
+    expected = read_manifest(run.manifest)["digests"].get("frozen") if run.manifest.exists() else None
+    if expected not in (None, found):
+        raise ConfigError(
+            f"{option} {run.path}: was trained on another base than --model has now (digest {expected}, not {found}); "
+            "put the model's files back."
+        )
 
 
 def machine() -> dict[str, Any]:

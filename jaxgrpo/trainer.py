@@ -28,6 +28,7 @@ from jaxgrpo.records import (
     new_manifest,
     ordered_row,
     read_manifest,
+    require_base,
     shortest,
     state_digests,
     write_config,
@@ -49,6 +50,9 @@ class Trainable(Protocol):
     @property
     def origin(self) -> dict[str, Any] | None:
         """Where the parameters of the state that `init` gave come from, if from another run, for the manifest."""
+
+    def frozen_digest(self) -> str | None:
+        """Digest of the parameters that are not trained, for the manifest; None where all are."""
 
     def init(self) -> Any:
         """The train state before the first iteration, with `params`."""
@@ -225,10 +229,12 @@ class _Session:
             self.display.say("The run was stopped before its first checkpoint: starting it again.")
         self.iteration = 0
         self._open_rows(lambda i: False)
-        self.manifest = new_manifest(self.config, self.state, self.experiment.origin)
+        experiment = self.experiment
+        self.manifest = new_manifest(self.config, self.state, experiment.origin, experiment.frozen_digest())
         self._record_session()
 
     def _restore(self, iteration: int) -> None:
+        require_base(self.folder, self.experiment.frozen_digest(), option="--out")
         self.state = self.checkpoints.restore(iteration, self.state)
         self.iteration = iteration
         self._open_rows(lambda i: i <= iteration)

@@ -15,6 +15,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from envs_jax.text.tokenizer import TextTokenizer
 from jaxgrpo.beginning import restore_params
 from jaxgrpo.build import Experiment, build
 from jaxgrpo.checkpoints import Checkpoints, bytes_of
@@ -24,7 +25,7 @@ from jaxgrpo.model import weights
 from jaxgrpo.model.packed import PACKED, stored_as
 from jaxgrpo.model.trained import join
 from jaxgrpo.model.transformer import Transformer
-from jaxgrpo.records import RunFolder, write_config
+from jaxgrpo.records import RunFolder, new_manifest, write_config, write_json
 from jaxgrpo.stopping import Exit
 from tests.jaxgrpo.model.checkpoints import assert_same, error_of
 
@@ -238,3 +239,30 @@ def test_a_full_disk_leaves_no_half_of_a_model(run, tmp_path, capsys, monkeypatc
     line = f"--to {folder}: cannot be written (No space left on device)."
     fails(["export", str(run), "--to", str(folder)], line, capsys)
     assert not list(tmp_path.iterdir())
+
+
+def test_adapters_of_another_base_are_refused(tmp_path, capsys):
+    """Whoever goes on with a run's adapters finds out that the weights beside them were exchanged."""
+    model, run, further = tmp_path / "model", tmp_path / "run", tmp_path / "further"
+    config = weights.read_config(weights.resolve_model("tiny"))
+    weights.save_pretrained(model, config, weights.init(config, jax.random.key(1)))
+    TextTokenizer.tiny().save_pretrained(model)
+    options = {"model": str(model), "lora.rank": 2, "base_dtype": "bfloat16", "groups": 2, "group_size": 2}
+    experiment, _ = make_run(run, **options)
+    manifest = new_manifest(experiment.config, experiment.init(), None, experiment.frozen_digest())
+    write_json(run / "manifest.json", manifest)
+    # However it is kept, the base is the same.
+    assert build(resolve({**options, "base_dtype": "float32"})).frozen_digest() == experiment.frozen_digest()
+    weights.save_pretrained(model, config, weights.init(config, jax.random.key(2)))
+    commands = {
+        f"--run {run}": ["eval", "--run", str(run), "--episodes", "1"],
+        f"export {run}": ["export", str(run), "--to", str(tmp_path / "to")],
+        f"--out {run}": ["train", "--out", str(run), "--resume"],
+        f"--init-from {run}": ["train", "--init-from", str(run), "--out", str(further), "--model", str(model)]
+        + ["--lora.rank", "2"],
+    }
+    for begin, words in commands.items():
+        assert main(words) == Exit.USER_ERROR
+        line = capsys.readouterr().err
+        assert line.startswith(f"jaxgrpo: {begin}: was trained on another base") and line.count("\n") == 1
+    assert not (tmp_path / "to").exists() and not RunFolder(further).holds_run

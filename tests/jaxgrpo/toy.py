@@ -71,6 +71,9 @@ class Toy:
     hyperparameters: Any = None
     origin: None = None
 
+    def frozen_digest(self) -> None:
+        return None
+
     def init(self) -> State:
         params = {"w": jax.random.normal(jax.random.key(self.config.seed), (16, 4))}
         return State(

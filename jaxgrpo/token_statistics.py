@@ -21,7 +21,6 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxgrpo.model.chunks import cut, joined
-from jaxgrpo.model.sharding import constrain
 from jaxgrpo.sampling import tempered
 
 
@@ -327,7 +326,7 @@ def _moments_backward(plan: _Plan, residual: Any, cotangents: dict[str, Any]) ->
         else:
             z, back = jax.vjp(product, policy.hidden, rows.policy)
         by_hidden, *by_rows = back(by_logit(_Chunk.make(plan, z, rows, constants)))
-        return so_far + by_hidden.astype(jnp.float32), constrain(by_rows[0], "vocab", "embed") if by_rows else None
+        return so_far + by_hidden.astype(jnp.float32), by_rows[0] if by_rows else None
 
     nothing = jnp.zeros(policy.hidden.shape, jnp.float32)
     by_hidden, by_rows = jax.lax.scan(add, nothing, _rows(policy.head, constants))

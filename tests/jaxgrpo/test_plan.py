@@ -1,7 +1,9 @@
 """Plans: slices by name, models without weights, bounds of loops, and a plan checked against a count of its own."""
 
+import dataclasses
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,14 +14,19 @@ from jax.extend.core import jaxprs_in_params
 
 from envs_jax.text.tokenizer import TextTokenizer
 from jaxgrpo import hlo
+from jaxgrpo.build import build
 from jaxgrpo.cli import main
 from jaxgrpo.config import ConfigError, resolve
+from jaxgrpo.model import weights
+from jaxgrpo.model.config import ModelConfig
+from jaxgrpo.model.files import read_json
 from jaxgrpo.model.transformer import declare
-from jaxgrpo.plan import Assumed, Plan, bound_of, find_model, plan
+from jaxgrpo.plan import Assumed, Plan, _Programs, _with_prompt, bound_of, find_model, plan
 from jaxgrpo.stopping import Exit
 from jaxgrpo.topologies import CHIPS, SHAPES, Topology, memory_in
 from tests.jaxgrpo.model.published import PUBLISHED
 
+TINY = Path(weights.__file__).with_name("tiny.json")
 SMALL = {
     **{"groups": 2, "group_size": 4, "train_fraction": 1.0, "rollout_rows": 0, "micro_batch": 4},
     **{"constrain": False, "reply_limit": 6, "entropy_bonus": 0.0},
@@ -143,9 +150,6 @@ def products(jaxpr, turns, scope=""):
 
 
 def test_a_plan_counts_what_is_traced(here):
-    from jaxgrpo.build import build
-    from jaxgrpo.plan import _with_prompt
-
     devices = jax.devices("cpu")[:1]
     config = resolve(SMALL)
     experiment = _with_prompt(build(config, model=find_model(config, devices, Assumed())[0]), 20)
@@ -176,9 +180,26 @@ def test_what_a_plan_says_of_memory_and_time(here):
     assert json.loads(json.dumps(here.as_json()))["parts"]["update"]["cost"]["flops"] == here.parts["update"].cost.flops
 
 
-def test_the_command_prints_the_plan_and_fails_where_it_does_not_fit(here, monkeypatch, capsys, tmp_path):
-    import dataclasses
+def resident(**options):
+    devices = jax.devices("cpu")[:1]
+    config = resolve({**SMALL, **options})
+    experiment = build(config, model=find_model(config, devices, Assumed())[0])
+    return _Programs(experiment, devices, learns=True).resident()
 
+
+def test_every_part_of_the_state_is_named():
+    size = 4 * sum(math.prod(one.shape) for one in declare(ModelConfig.from_hf(read_json(TINY))).values())
+    with_critic = resident(algorithm="etpo", group_size=8)
+    assert with_critic["critic"] == pytest.approx(2 * size, rel=0.001)  # and its target
+    assert with_critic["optimiser"] == pytest.approx(4 * size, rel=0.001)
+    assert with_critic["reference"] == size
+    adapters = resident(**{"lora.rank": 2})
+    assert adapters["frozen parameters"] == pytest.approx(size / 2, rel=0.02)  # in bfloat16, but for norms and biases
+    assert adapters["optimiser"] == pytest.approx(2 * adapters["trained parameters"], rel=0.001)
+    assert "reference" not in adapters and "critic" not in adapters
+
+
+def test_the_command_prints_the_plan_and_fails_where_it_does_not_fit(here, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(Topology, "devices", lambda self: jax.devices("cpu")[:1])
     monkeypatch.setattr("jaxgrpo.plan.plan", lambda *_, **__: here)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
@@ -199,7 +220,6 @@ def test_the_command_prints_the_plan_and_fails_where_it_does_not_fit(here, monke
 @pytest.mark.tpu
 def test_a_plan_for_tpus(tmp_path):
     """The whole command, in a process of its own: four chips, and one that is too small."""
-    import subprocess
 
     def run(*words):
         command = [sys.executable, "-m", "jaxgrpo", "plan", "--reply-limit", "12", *words]

@@ -291,7 +291,7 @@ def plan(
         ConfigError: options that do not go together, an unknown model, or no compiler for TPUs.
     """
     if config.learn.micro_batch == "auto":
-        raise ConfigError("--micro-batch auto: is chosen on the devices themselves; give plan a number.")
+        raise ConfigError("--micro-batch auto: is found where the run trains; give plan a number, such as 32.")
     devices = topology.devices()
     model, tokenizer = find_model(config, devices, assumed)
     experiment = build(config, model=model)
@@ -327,7 +327,7 @@ def _bounds(experiment: Experiment, reply: int, steps: int) -> dict[str, int]:
     first, last = policy.sampled_span
     with on_mesh(experiment.mesh):
         rows = whole_rows(config.play.rollout_rows or config.episodes)
-        micro_batch = whole_rows(config.learn.micro_batch)
+        micro_batch = whole_rows(int(config.learn.micro_batch))
     trained, played = config.trained * steps, config.episodes * (steps + 1)
     return {
         "steps": steps,

@@ -219,6 +219,7 @@ def test_resume_refuses(trained, tmp_path, capsys):
         ("plan --topology v5e-16 --steps -1", r"--steps -1: must be 0 or more\."),
         ("plan --topology v5e-16 --json none/x.json", r"--json none/x\.json: there is no folder none\."),
         ("plan --topolgy v5e-16", r"unknown option --topolgy\. Did you mean '?--topology"),
+        ("plan --topology v5e-16 --micro-batch auto", r"--micro-batch auto: is found where the run trains; give plan"),
         ("plan --topology v5e-16 --groups 0", r"--groups 0: must be at least 1\."),
         ("play chess", r"unknown game 'chess'"),
         ("play --style long", r"--style long: allowed are short, full\."),

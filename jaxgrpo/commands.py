@@ -201,7 +201,8 @@ def plan_text(found: "Plan") -> Iterator[str | Table]:
         f"{found.tokenizer})"
     )
     yield _memory_table(found)
-    yield _time_table(found)
+    if any(part.cost for part in found.parts.values()):
+        yield _time_table(found)
     if any(part.cost.collectives for part in found.parts.values() if part.cost):
         yield _network_table(found)
     for name, part in found.parts.items():
@@ -218,7 +219,7 @@ def plan_text(found: "Plan") -> Iterator[str | Table]:
     else:
         needs = [f"the {name} needs {_gigabytes(part.needed)}" for name, part in found.parts.items() if not part.fits]
         yield f"It does not fit into {chip.memory / 1e9:.2f} GB a chip: {', '.join(needs)}"
-        yield f"Try {'; or '.join(found.advice())}"
+        yield f"Try {'; or '.join(found.advice())}."
 
 
 def _gigabytes(size: float | None) -> str:

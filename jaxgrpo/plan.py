@@ -142,7 +142,7 @@ class Plan:
             if part.fits:
                 continue
             if state > 0.6 * chip.memory:
-                found.append(f"state alone takes {_gb(state)}: more chips, or adapters (--lora.rank 16)")
+                found.append(f"more chips, or adapters (--lora.rank 16): the state alone takes {_gb(state)}")
             elif name == "rollout":
                 found.append("a smaller --rollout-rows, or more of --mesh tensor=N, which divides what decoding reads")
             else:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from envs_jax.games import TokenizedGame, make_game, tokenize_game
 from envs_jax.text.reader import CLOSE, OPEN
+from jaxgrpo.action_policy import ActionPolicy, ActionTexts
 from jaxgrpo.algorithms.algorithm import Advantages, Algorithm
 from jaxgrpo.algorithms.etpo import ETPO
 from jaxgrpo.algorithms.gigpo import GiGPO
@@ -345,11 +346,12 @@ def _build(config: TrainConfig, beginning: Beginning) -> Experiment:
     model, options = beginning.model, config.play
     text_game = make_game(config.game, style=options.style, reply=options.reply, shots=options.shots)
     game = tokenize_game(text_game, model.tokenizer, reply_limit=options.reply_limit, constrain=options.constrain)
+    chooses = config.algorithm == "twosome"
     shortest = _shortest_reply(game)
     if shortest > options.reply_limit:
         raise ConfigError(
             f"--reply-limit {options.reply_limit}: the shortest readable reply of {config.game} has {shortest} tokens; "
-            f"give at least {shortest}{', or --no-constrain' if options.constrain else ''}."
+            f"give at least {shortest}{', or --no-constrain' if options.constrain and not chooses else ''}."
         )
     policy = LanguageAgentPolicy(
         graphdef=nnx.split(Transformer.abstract(model.config, model.stacks))[0],
@@ -365,6 +367,9 @@ def _build(config: TrainConfig, beginning: Beginning) -> Experiment:
         # A TPU's decoding is bound by reading the weights, for few rows as for many.
         fewest_rows=config.episodes if model.config.scan_decode else LanguageAgentPolicy.fewest_rows,
     )
+    if chooses:
+        texts = ActionTexts.make(text_game.actions, model.tokenizer)
+        policy = ActionPolicy.over(texts, options.action_length, policy)
     algorithm = _algorithm(config)
     step = TrainStep(policy, game, algorithm, config, _critic(config, algorithm, model.config))
     return Experiment(config, game, step, beginning)
@@ -399,6 +404,7 @@ _ALGORITHMS = {
     "ppo-kl": PPO,
     "poad": PPO,
     "ntpo": PPO,
+    "twosome": PPO,
 }
 
 

@@ -31,6 +31,7 @@ class Result:
         variant: name of what was varied.
         seed: of the run.
         iterations: at which held-out episodes were played.
+        episodes: that the run had played in training by then.
         returns: mean return of each of these evaluations.
         seconds: training and evaluation together.
     """
@@ -39,6 +40,7 @@ class Result:
     variant: str
     seed: int
     iterations: np.ndarray
+    episodes: np.ndarray
     returns: np.ndarray
     seconds: float
 
@@ -92,7 +94,7 @@ def _read(game: str, variant: str, seed: int, folder: RunFolder) -> Result:
     evaluations = read_rows(folder.evaluations)
     seconds = sum(row["seconds"] for row in [*evaluations, *read_rows(folder.metrics)])
     iterations, returns = (np.array([row[name] for row in evaluations]) for name in ("iteration", "return_mean"))
-    return Result(game, variant, seed, iterations, returns, seconds)
+    return Result(game, variant, seed, iterations, iterations * folder.read_config().episodes, returns, seconds)
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
@@ -141,10 +143,10 @@ def draw(results: Sequence[Result], path: Path) -> None:
                 runs = [r for r in results if (r.game, r.variant) == (game, variant)]
                 returns = np.stack([r.returns for r in runs])
                 color = report.COLORS[number % len(report.COLORS)]
-                axis.fill_between(runs[0].iterations, returns.min(0), returns.max(0), color=color, alpha=0.1, lw=0)
-                axis.plot(runs[0].iterations, returns.mean(0), color=color, lw=1.8, label=variant)
+                axis.fill_between(runs[0].episodes, returns.min(0), returns.max(0), color=color, alpha=0.1, lw=0)
+                axis.plot(runs[0].episodes, returns.mean(0), color=color, lw=1.8, label=variant)
             axis.set_title(f"{game}: held-out return")
-            axis.set_xlabel("iteration")
+            axis.set_xlabel("episodes played in training")
         axes.flat[0].legend(loc="upper left")
         figure.suptitle(f"Mean of {len({r.seed for r in results})} seeds, lowest to highest shaded", x=0.01, ha="left")
 

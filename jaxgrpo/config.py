@@ -46,6 +46,8 @@ class PlayConfig:
     """Sample among the fewest tokens whose probabilities sum to p; 1 is off."""
     unreadable_penalty: float = 1.0
     """Taken off the reward of a step whose reply cannot be read (training only)."""
+    action_length: Literal["tokens", "words", "none"] = "tokens"
+    """What twosome divides an action's log-probability by: the "tokens" or "words" of its text, or nothing."""
     rollout_rows: int = 0
     """Rows the model plays at once; 0 is all. Finished episodes leave the work when this is smaller than all."""
 
@@ -203,7 +205,7 @@ class TrainConfig:
 
     game: str = "frozen-lake"
     """Game or scenario."""
-    algorithm: Literal["ms-grpo", "gigpo", "step-grpo", "etpo", "ppo-kl", "poad", "ntpo"] = "ms-grpo"
+    algorithm: Literal["ms-grpo", "gigpo", "step-grpo", "etpo", "ppo-kl", "poad", "ntpo", "twosome"] = "ms-grpo"
     """Learning algorithm: compares episodes ("ms-grpo", "gigpo", "step-grpo") or learns a critic (the others)."""
     model: str = "tiny"
     """"tiny", "smollm2-135m", a folder of Hugging Face files, a .gguf file, or a hub name."""
@@ -280,16 +282,18 @@ def _judge_algorithm(algorithm: str, values: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: there is one.
     """
-    if algorithm not in VALUE_ALGORITHMS:
-        return
     defaults = flatten(TrainConfig)
-    foreign = [*_OF_GROUPS, *(_OF_RATIOS if algorithm == "etpo" else _OF_ETPO)]
+    foreign = _OF_REPLIES if algorithm == "twosome" else _OF_ACTIONS
+    if algorithm in VALUE_ALGORITHMS:
+        foreign = [*foreign, *_OF_GROUPS, *(_OF_RATIOS if algorithm == "etpo" else _OF_ETPO)]
     for name in foreign:
         if values[name] != defaults[name]:
             raise ConfigError(
                 f"--{_option(name)} {values[name]}: means nothing to --algorithm {algorithm}; "
                 f"leave it out (it is {defaults[name]} then)."
             )
+    if algorithm not in VALUE_ALGORITHMS:
+        return
     if values["temperature"] == 0:
         raise ConfigError(f"--temperature 0: --algorithm {algorithm} needs chances; give a temperature above 0.")
     if algorithm == "etpo" and (values["top_k"] > 0 or values["top_p"] < 1):
@@ -302,7 +306,7 @@ def _judge_algorithm(algorithm: str, values: Mapping[str, Any]) -> None:
         )
 
 
-VALUE_ALGORITHMS = ("etpo", "ppo-kl", "poad", "ntpo")
+VALUE_ALGORITHMS = ("etpo", "ppo-kl", "poad", "ntpo", "twosome")
 """Algorithms with a critic; they train on all episodes, each for itself."""
 
 _OF_GROUPS = (
@@ -319,6 +323,9 @@ _OF_GROUPS = (
 )
 _OF_RATIOS = ("clip_low", "clip_high", "dual_clip", "old_logprobs", "kl_beta", "entropy_bonus")
 _OF_ETPO = ("reference_in_policy", "etpo_as_released")
+_OF_REPLIES = ("reply", "constrain", "top_k", "top_p", "unreadable_penalty")
+"""Means nothing where whole actions are chosen."""
+_OF_ACTIONS = ("action_length",)
 
 _POSITIVE = [
     "critic_width",
@@ -423,14 +430,16 @@ _QUALIFIED = ("lora",)
 """Sections whose options carry the section's name, --lora.rank: alone they would be unclear or taken."""
 
 
+_VALUES = {"train_fraction": 1.0, "entropy_bonus": 1e-4}
 # Values found by trial: a discount that makes short ways worth it, and a bonus that keeps the policy looking around.
 _VALUES_TINY = {"group_size": 8, "minibatches": 4, "discount": 0.95, "entropy_bonus": 0.02}
 
 # What an algorithm needs, above the preset of the model; then what the two together need.
 ALGORITHM_PRESETS: dict[tuple[str, str | None], dict[str, Any]] = {
     # Entropy bonus and gradient clip of the sources.
-    **{(name, None): {"train_fraction": 1.0, "entropy_bonus": 1e-4} for name in ("ppo-kl", "poad", "ntpo")},
-    **{(name, "tiny"): _VALUES_TINY for name in ("ppo-kl", "poad", "ntpo")},
+    **{(name, None): _VALUES for name in ("ppo-kl", "poad", "ntpo")},
+    **{(name, "tiny"): _VALUES_TINY for name in ("ppo-kl", "poad", "ntpo", "twosome")},
+    ("twosome", None): {**_VALUES, "constrain": True},
     ("etpo", None): {"train_fraction": 1.0, "entropy_bonus": 0.0, "gradient_clip": 10.0},
     ("etpo", "tiny"): {
         "group_size": 8,

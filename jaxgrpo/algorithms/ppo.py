@@ -5,6 +5,7 @@
 | PPO-KL | a reply       | at the last prompt token    | gamma a step                 | arXiv 2402.06700 |
 | POAD   | a token       | before every token          | gamma a step, 1 in a reply   | arXiv 2405.15821 |
 | NTPO   | a token       | before every token          | gamma a token                | its ablation     |
+| TWOSOME| an action     | at the last prompt token    | gamma a step                 | arXiv 2401.14151 |
 
 Advantages are those of generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438). The value of a reply
 is read before its first token: behind it, it would be a baseline that knows the action, and the gradient biased. POAD
@@ -210,7 +211,7 @@ def clipped_value_loss(
 
 @dataclasses.dataclass(frozen=True)
 class PPO:
-    """PPO-KL, POAD or NTPO as an algorithm of the train step, see the module's head.
+    """PPO-KL, POAD, NTPO or TWOSOME as an algorithm of the train step, see the module's head.
 
     Attributes:
         level: what a decision is, a whole reply or a token.
@@ -228,9 +229,9 @@ class PPO:
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> "PPO":
-        """The algorithm a configuration asks for: ppo-kl, poad or ntpo."""
+        """The algorithm a configuration asks for: ppo-kl, poad, ntpo or twosome."""
         return cls(
-            level="reply" if config.algorithm == "ppo-kl" else "token",
+            level="reply" if config.algorithm in ("ppo-kl", "twosome") else "token",
             discounts_tokens=config.algorithm == "ntpo",
             normalise=config.learn.normalise_advantages,
             reply_limit=config.play.reply_limit,

@@ -251,6 +251,7 @@ class Transformer(nnx.Module):
         prefix: Prefix,
         *,
         remat: bool = True,
+        sees: Bool[Array, "tokens tokens"] | None = None,
     ) -> Float[Array, "batch tokens width"]:
         """Final-normed hidden states of whole rows: each token sees the prefix and the valid tokens up to itself.
 
@@ -260,10 +261,12 @@ class Transformer(nnx.Module):
             valid: which tokens belong to the row; hidden states elsewhere are finite and meaningless.
             prefix: from `prefill`; gradients flow into it, but for the layers below the first trained one.
             remat: recompute each layer in the backward pass instead of keeping its activations.
+            sees: which slots each slot sees, of those that are valid, itself among them; None is all up to itself.
         """
         config = self.config
         tokens = ids.shape[1]
-        mask = constrain_rows(jnp.tril(jnp.ones((tokens, tokens), bool)) & valid[:, None, :])
+        sees = jnp.tril(jnp.ones((tokens, tokens), bool)) if sees is None else sees
+        mask = constrain_rows(sees & valid[:, None, :])
         angles = constrain_rows(_rope(config, positions))
 
         def body(hidden: Array, layer: tuple[LayerParams, Array, Array]) -> tuple[Array, None]:

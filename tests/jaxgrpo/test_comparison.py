@@ -34,6 +34,7 @@ def test_every_variant_on_every_game_with_every_seed_once(tmp_path, monkeypatch)
     assert not isinstance(results, Exit)
     assert sessions == [(game, alpha, seed, False) for seed in (0, 1) for game in GAMES for alpha in (1.0, 0.0)]
     assert [r.iterations.tolist() for r in results] == [[0, 2, 4], [0, 2, 4], [0, 2], [0, 2]] * 2
+    assert results[0].episodes.tolist() == [0, 1024, 2048]  # 32 groups of 16
     again = run_all(VARIANTS, GAMES, [0, 1], tmp_path)
     assert not isinstance(again, Exit)
     assert [r.final for r in again] == [r.final for r in results]
@@ -55,7 +56,7 @@ def test_a_stopped_run_ends_the_comparison_with_its_code(tmp_path, monkeypatch):
 def _results():
     finals = {"a": (1.0, 2.0, 3.0), "b": (1.5, 2.5, 3.2)}
     return [
-        Result("lake", name, seed, np.array([0, 5, 10]), np.array([0.0, final / 2, final]), 10.0 + seed)
+        Result("lake", name, seed, np.array([0, 5, 10]), np.array([0, 20, 40]), np.array([0.0, final / 2, final]), 10.0 + seed)
         for name, values in finals.items()
         for seed, final in enumerate(values)
     ]

@@ -261,6 +261,7 @@ class ETPO:
             "target_mean": jnp.mean(found, where=sampled),
             "q_mean": jnp.mean(q, where=sampled),
             "q_std": jnp.std(q, where=sampled),
+            "explained_variance": 1 - jnp.var(found - q, where=sampled) / jnp.var(found, where=sampled),
         }
         return of_all_episodes(episodes, found, metrics, aggregate="token", reply_limit=self.reply_limit)
 

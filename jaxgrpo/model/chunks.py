@@ -5,7 +5,7 @@ from jaxtyping import Array, Shaped
 
 from jaxgrpo.model.sharding import constrain, vocabulary_shards
 
-_LARGEST_CHUNK = 16_384
+_LARGEST_CHUNK = 4_096
 
 
 def cut(rows: Shaped[Array, " vocab *rest"], fill: int = 0) -> Shaped[Array, "chunks chunk *rest"]:

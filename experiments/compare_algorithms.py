@@ -1,9 +1,9 @@
 """The algorithms beside one another: `tiny`, equal numbers of episodes, both games, several seeds.
 
-    python experiments/compare_algorithms.py [--seeds 0 1 2] [--games frozen-lake snake-8] [--out runs/compare-algorithms]
+    python experiments/compare_algorithms.py [--seeds 0 1 2] [--games frozen-lake snake-8] [--out DIR]
 
-Every algorithm runs with its preset, and iterations are what the budget of episodes makes of them. Give the same command
-again to go on after a stop.
+Every algorithm runs with its preset, and iterations are what the budget of episodes makes of them. Give the same
+command again to go on after a stop.
 """
 
 import argparse

@@ -218,9 +218,7 @@ class ActionPolicy(LanguageAgentPolicy):
         log_prob = (logit + minus_log_z[:, layout.source.reshape(-1)]).reshape(rows, *layout.source.shape)
         count = np.array([len(text) for text in self.texts.scored], np.int32)
         by = {"tokens": count, "words": np.array(self.texts.words, np.int32), "none": np.ones_like(count)}
-        return action_log_probs(
-            log_prob, jnp.asarray(count), jnp.asarray(by[self.length]), jnp.ones(count.shape, bool)
-        )
+        return action_log_probs(log_prob, jnp.asarray(count), jnp.asarray(by[self.length]), jnp.ones(count.shape, bool))
 
     @functools.cached_property
     def _replies(self) -> Int[np.ndarray, "actions limit"]:

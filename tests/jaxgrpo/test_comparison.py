@@ -55,8 +55,9 @@ def test_a_stopped_run_ends_the_comparison_with_its_code(tmp_path, monkeypatch):
 
 def _results():
     finals = {"a": (1.0, 2.0, 3.0), "b": (1.5, 2.5, 3.2)}
+    places = np.array([0, 5, 10]), np.array([0, 20, 40])
     return [
-        Result("lake", name, seed, np.array([0, 5, 10]), np.array([0, 20, 40]), np.array([0.0, final / 2, final]), 10.0 + seed)
+        Result("lake", name, seed, *places, np.array([0.0, final / 2, final]), 10.0 + seed)
         for name, values in finals.items()
         for seed, final in enumerate(values)
     ]

@@ -5,7 +5,8 @@
 | PPO-KL | a reply       | at the last prompt token    | gamma a step                 | arXiv 2402.06700 |
 | POAD   | a token       | before every token          | gamma a step, 1 in a reply   | arXiv 2405.15821 |
 | NTPO   | a token       | before every token          | gamma a token                | its ablation     |
-| TWOSOME| an action     | at the last prompt token    | gamma a step                 | arXiv 2401.14151 |
+
+TWOSOME (arXiv 2401.14151) is PPO-KL over a policy whose replies are the texts of actions, `ActionPolicy`.
 
 Advantages are those of generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438). The value of a reply
 is read before its first token: behind it, it would be a baseline that knows the action, and the gradient biased. POAD
@@ -268,7 +269,8 @@ class PPO:
         if self.switches.kl:
             reference = played.statistics["reference_log_prob"][..., :-1, :]
             price = kl_penalty(episodes.reply.log_prob, reference, sampled, hp.kl_beta)
-            reward, metrics = reward - price, {"kl_price": jnp.mean(price, where=episodes.alive)}
+            gap = jnp.mean(episodes.reply.log_prob - reference, where=sampled)
+            reward, metrics = reward - price, {"kl": gap, "kl_price": jnp.mean(price, where=episodes.alive)}
         steps = Steps(reward, episodes.terminated, episodes.truncated, played.final(values, episodes))
         values = values[..., :-1, :]
         if self.level == "token":

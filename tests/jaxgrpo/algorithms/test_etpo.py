@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxgrpo.algorithms import etpo
@@ -121,15 +122,51 @@ def test_fixed_point_with_the_best_policy_is_the_soft_optimum_of_actions():
     zeros = jax.tree.map(jnp.zeros_like, rho)
     q = jax.jit(lambda: jax.lax.fori_loop(0, 500, lambda _, q: backed_up(q, best(q), rho, game), zeros))()
 
+    exact, chances = soft_optimum(game, rho)
+    np.testing.assert_allclose(q.second, exact, atol=1e-4)
+    np.testing.assert_allclose(np.exp(best(q).of_actions), chances, atol=1e-4)
+
+
+def soft_optimum(game: World, rho: Policy) -> tuple[np.ndarray, np.ndarray]:
+    """The best soft Q of actions by value iteration over whole actions, and the chances that belong to it."""
     exact = np.zeros((STATES, WORDS, WORDS))
     log_rho = np.asarray(rho.of_actions, np.float64)
     for _ in range(300):
         value = BETA * np.log(np.exp(log_rho + exact / BETA).sum((1, 2)))
         exact = game.reward + GAMMA * ~game.over * value[game.onward]
-    np.testing.assert_allclose(q.second, exact, atol=1e-4)
     action = log_rho + exact / BETA
-    action = np.exp(action - np.log(np.exp(action).sum((1, 2), keepdims=True)))
-    np.testing.assert_allclose(np.exp(best(q).of_actions), action, atol=1e-4)
+    return exact, np.exp(action - np.log(np.exp(action).sum((1, 2), keepdims=True)))
+
+
+def test_learning_goes_to_the_soft_optimum():
+    """Both losses' gradient steps together, from Q = 0 and the policy at the reference, with a target that follows."""
+    game, rho = world(), policy(2)
+    nothing = jax.tree.map(jnp.zeros_like, rho)
+    optimizer = optax.adam(0.02)
+
+    def normalised(logits: Policy) -> Policy:
+        return jax.tree.map(jax.nn.log_softmax, logits)
+
+    def loss(networks: tuple[Policy, Policy], y: Policy) -> jax.Array:
+        pi, q = normalised(networks[0]), networks[1]
+        fixed_q = jax.lax.stop_gradient(q)
+        expected = [(jnp.exp(p) * x).sum(-1) for p, x in zip(pi, fixed_q, strict=True)]
+        of_policy = [etpo.policy_loss(e, divergence(p, r), BETA) for e, p, r in zip(expected, pi, rho, strict=True)]
+        of_critic = [etpo.critic_loss(x, target) for x, target in zip(q, y, strict=True)]
+        return sum((x.mean() for x in [*of_policy, *of_critic]), jnp.float32(0))
+
+    def iteration(_: Any, now: Any) -> Any:
+        networks, target, moments = now
+        y = backed_up(target, normalised(networks[0]), rho, game)
+        updates, moments = optimizer.update(jax.grad(loss)(networks, y), moments)
+        networks = optax.apply_updates(networks, updates)
+        return networks, polyak(target, networks[1], 0.9), moments
+
+    begin = (rho, nothing), nothing, optimizer.init((rho, nothing))
+    (logits, q), _, _ = jax.jit(lambda: jax.lax.fori_loop(0, 4000, iteration, begin))()
+    exact, chances = soft_optimum(game, rho)
+    np.testing.assert_allclose(q.second, exact, atol=0.02)
+    np.testing.assert_allclose(np.exp(normalised(logits).of_actions), chances, atol=0.02)
 
 
 def test_expected_sum_of_token_divergences_is_the_divergence_of_actions():

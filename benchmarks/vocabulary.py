@@ -67,7 +67,8 @@ def compiled(loss: Any, tokens: int, vocab: int, width: int) -> tuple[Any, int]:
         return jax.grad(of, argnums=(0, 1))(hidden[0], hidden[2])
 
     program = jax.jit(gradient).lower(hidden, head).compile()
-    return lambda: jax.block_until_ready(program(hidden, head)), program.memory_analysis().temp_size_in_bytes
+    memory: Any = program.memory_analysis()
+    return lambda: jax.block_until_ready(program(hidden, head)), memory.temp_size_in_bytes
 
 
 def main() -> None:

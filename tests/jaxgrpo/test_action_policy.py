@@ -12,6 +12,7 @@ from jaxgrpo.action_policy import ActionPolicy, ActionTexts
 from jaxgrpo.config import ConfigError, resolve
 from jaxgrpo.episodes import CLOSED
 from jaxgrpo.policy import Sampling
+from jaxgrpo.token_statistics import Scores
 from jaxgrpo.transcripts import transcript
 from tests.jaxgrpo.experiments import replayed, small, updated
 
@@ -112,7 +113,7 @@ def test_statistics_and_gradients_are_those_of_whole_sequences(length: Any):
 
 def test_replies_are_texts_drawn_from_the_distribution():
     player, params = policy(), BASE.init().params
-    many = 4000
+    many = 2000
     ids, lengths = jnp.tile(observations(1)[2], (many, 1)), jnp.full(many, int(LENGTHS[2]))
     keys = jax.random.split(jax.random.key(3), many)
 
@@ -151,7 +152,7 @@ def test_the_step_learns_from_actions_at_a_ratio_of_one():
 
 def test_a_critic_of_tokens_is_refused():
     player, params = policy(), BASE.init().params
-    scores = player.scores(params, player.prefix(params), jnp.asarray(observations(1)), jnp.asarray(LENGTHS))
+    scores = Scores(jnp.zeros((ROWS, 1, 64)), jnp.zeros((512, 64)))
     with pytest.raises(ValueError, match="about tokens"):
         player.statistics(params, scores, replies_of(jnp.zeros(ROWS, int)), jnp.float32(1), critic=scores)
     with pytest.raises(ValueError, match="reply limit 3: the longest action text has"):

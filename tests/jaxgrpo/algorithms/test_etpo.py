@@ -159,7 +159,7 @@ def test_learning_goes_to_the_soft_optimum():
         networks, target, moments = now
         y = backed_up(target, normalised(networks[0]), rho, game)
         updates, moments = optimizer.update(jax.grad(loss)(networks, y), moments)
-        networks = optax.apply_updates(networks, updates)
+        networks: Any = optax.apply_updates(networks, updates)
         return networks, polyak(target, networks[1], 0.9), moments
 
     begin = (rho, nothing), nothing, optimizer.init((rho, nothing))

@@ -125,7 +125,7 @@ def test_a_number_or_a_word(tmp_path, text, value):
         ({"base_dtype": "float16"}, r"--base-dtype float16: allowed are auto, float32, bfloat16\. Did you mean"),
         (
             {"algorithm": "gipo"},
-            r"--algorithm gipo: allowed are ms-grpo, .*, etpo, ppo-kl, poad, ntpo\. Did you mean 'gigpo'\?",
+            r"--algorithm gipo: allowed are ms-grpo, .*, etpo, ppo-kl, poad, ntpo, twosome\. Did you mean 'gigpo'\?",
         ),
         ({"micro_batch": 0}, r"--micro-batch 0: must be at least 1\."),
         ({"micro_batch": "all"}, r"--micro-batch 'all': must be a whole number or auto\."),

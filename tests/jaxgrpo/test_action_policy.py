@@ -142,7 +142,12 @@ def test_the_step_learns_from_actions_at_a_ratio_of_one():
     assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4) and metrics["logprob_gap"] < 1e-4
     assert metrics["clip_fraction"] == metrics["unreadable_rate"] == 0
     assert metrics["trained_tokens"] == metrics["trained_rows"] == np.asarray(episodes.alive).sum()
-    assert abs(metrics["kl_price"]) < 1e-5 and abs(metrics["kl"]) < 1e-5 and metrics["grad_norm"] > 1e-3 and metrics["critic_loss"] > 0
+    assert (
+        abs(metrics["kl_price"]) < 1e-5
+        and abs(metrics["kl"]) < 1e-5
+        and metrics["grad_norm"] > 1e-3
+        and metrics["critic_loss"] > 0
+    )
     assert not np.array_equal(after.params["embedding"], state.params["embedding"])
     words = experiment.game.game.actions
     for row in transcript(experiment.game, episodes):

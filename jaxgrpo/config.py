@@ -283,11 +283,8 @@ def _judge_algorithm(algorithm: str, values: Mapping[str, Any]) -> None:
         ConfigError: there is one.
     """
     defaults = flatten(TrainConfig)
-    foreign = _OF_REPLIES if algorithm == "twosome" else _OF_ACTIONS
-    if algorithm in VALUE_ALGORITHMS:
-        foreign = [*foreign, *_OF_GROUPS, *(_OF_RATIOS if algorithm == "etpo" else _OF_ETPO)]
-    for name in foreign:
-        if values[name] != defaults[name]:
+    for name, algorithms in _KNOWN_TO.items():
+        if algorithm not in algorithms and values[name] != defaults[name]:
             raise ConfigError(
                 f"--{_option(name)} {values[name]}: means nothing to --algorithm {algorithm}; "
                 f"leave it out (it is {defaults[name]} then)."
@@ -309,23 +306,25 @@ def _judge_algorithm(algorithm: str, values: Mapping[str, Any]) -> None:
 VALUE_ALGORITHMS = ("etpo", "ppo-kl", "poad", "ntpo", "twosome")
 """Algorithms with a critic; they train on all episodes, each for itself."""
 
-_OF_GROUPS = (
-    "normalise",
-    "train_fraction",
-    "alpha",
-    "importance",
-    "step_weight",
-    "step_discount",
-    "group_filter",
-    "drop_equal_groups",
-    "aggregate",
-    "tis_cap",
-)
-_OF_RATIOS = ("clip_low", "clip_high", "dual_clip", "old_logprobs", "kl_beta", "entropy_bonus")
-_OF_ETPO = ("reference_in_policy", "etpo_as_released")
-_OF_REPLIES = ("reply", "constrain", "top_k", "top_p", "unreadable_penalty")
-"""Means nothing where whole actions are chosen."""
-_OF_ACTIONS = ("action_length",)
+_OF_GROUPS = ("ms-grpo", "gigpo", "step-grpo")
+_OF_RATIOS = (*_OF_GROUPS, "ppo-kl", "poad", "ntpo", "twosome")
+_OF_REPLIES = (*_OF_GROUPS, "etpo", "ppo-kl", "poad", "ntpo")
+_PPO = ("ppo-kl", "poad", "ntpo", "twosome")
+
+_KNOWN_TO: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("normalise", "train_fraction", "alpha", "importance", "group_filter"), _OF_GROUPS),
+    **dict.fromkeys(("drop_equal_groups", "aggregate", "tis_cap"), _OF_GROUPS),
+    "step_weight": ("gigpo",),
+    "step_discount": ("gigpo", "step-grpo"),
+    **dict.fromkeys(("clip_low", "clip_high", "dual_clip", "old_logprobs", "kl_beta", "entropy_bonus"), _OF_RATIOS),
+    **dict.fromkeys(("beta", "polyak", "reference_in_policy", "etpo_as_released"), ("etpo",)),
+    **dict.fromkeys(("discount", "critic", "critic_width", "critic_learning_rate"), VALUE_ALGORITHMS),
+    **dict.fromkeys(("trace_decay", "normalise_advantages", "value_clip", "target_kl"), _PPO),
+    # Where whole actions are chosen there is no reply to read.
+    **dict.fromkeys(("reply", "constrain", "top_k", "top_p", "unreadable_penalty"), _OF_REPLIES),
+    "action_length": ("twosome",),
+}
+"""The algorithms that look at an option; the options that are not here mean something to all."""
 
 _POSITIVE = [
     "critic_width",

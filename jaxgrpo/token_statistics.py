@@ -21,6 +21,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxgrpo.model.chunks import cut, joined
+from jaxgrpo.model.sharding import constrain_rows
 from jaxgrpo.sampling import tempered
 
 
@@ -154,7 +155,8 @@ def over_vocabulary(
         raise ValueError("a relative critic is the difference of two scores: give critic and reference")
     temperature = jax.lax.stop_gradient(temperature)
     plan = _Plan(vocab_size, logits, critic_is_relative, unweighted)
-    found: Any = _moments(plan, Scores(hidden, head), _Constants(reference, critic, temperature, allowed))
+    policy = Scores(constrain_rows(hidden), head)
+    found: Any = _moments(plan, policy, _Constants(reference, critic, temperature, allowed))
     log_z = found["log_z"]
     return TokenStatistics(
         log_prob=tempered(token_logit, temperature) - log_z,

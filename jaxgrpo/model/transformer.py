@@ -283,7 +283,8 @@ class Transformer(nnx.Module):
         frozen = next((i for i, stack in enumerate(self.stacks) if stack.trained), len(self.stacks))
         layers[:frozen] = jax.lax.stop_gradient(layers[:frozen])
         hidden, _ = self._scan(body, self._embed(ids), layers)
-        return _rms_norm(hidden, self.final_norm[...], config)
+        # As in `decode`: what becomes of them must not lay out the hidden states of all layers.
+        return constrain_rows(_rms_norm(hidden, self.final_norm[...], config))
 
     def init_cache(self, batch: int, slots: int) -> DecodeCache:
         """An empty cache of `slots` tokens for each of `batch` rows."""

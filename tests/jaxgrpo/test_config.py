@@ -118,6 +118,8 @@ def test_a_number_or_a_word(tmp_path, text, value):
         ({"group_filter": 0}, r"--group-filter 0\.0: must be above 0 and at most 1 \(1 is all\)\."),
         ({"step_discount": 1.5}, r"--step-discount 1\.5: must be at most 1 \(1 is no discount\)\."),
         ({"step_weight": -1}, r"--step-weight -1\.0: must be 0 or more\."),
+        ({"beta": 0.5}, r"--beta 0\.5: means nothing to --algorithm ms-grpo; leave it out \(it is 0\.01 then\)\."),
+        ({"step_weight": 0.5}, r"--step-weight 0\.5: means nothing to --algorithm ms-grpo"),
         ({"tis_cap": 2}, r"--tis-cap 2\.0: .*; give --old-logprobs recompute as well, or --tis-cap 0\."),
         ({"lora.rank": -1}, r"--lora\.rank -1: must be 0 or more\."),
         ({"lora.alpha": 0}, r"--lora\.alpha 0\.0: must be above 0\."),

@@ -1,6 +1,9 @@
 """Test-wide set-up: run-time shape checking, the CPU, no network, and no compilation cache that outlives a test."""
 
+import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,21 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_opti
 from jaxtyping import install_import_hook
 
 install_import_hook(["jaxgrpo", "envs_jax"], "beartype.beartype")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_let_go() -> Iterator[None]:
+    """Compiled programs are dropped after a module where there are very many.
+
+    Each maps pieces of memory, of which Linux gives a process 65,530; beyond that the compiler dies.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)

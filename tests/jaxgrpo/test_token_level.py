@@ -380,7 +380,7 @@ def test_a_critic_beside_frozen_parameters_copies_what_is_trained_and_no_more(op
 
 
 def test_a_run_with_a_critic_is_resumed_bitwise_and_evaluated(tmp_path: Path):
-    experiment = small(algorithm="etpo", **FEW, out=str(tmp_path / "run"))
+    experiment = small(algorithm="etpo", **FEW, minibatches=1, out=str(tmp_path / "run"))
     state = experiment.init()
     critic = state.algorithm_state
     state = state.replace(

@@ -63,7 +63,8 @@ def random_games(groups: int = 3, samples: int = 5, steps: int = 6, seed: int = 
 
 
 def configured(kind: type[MSGRPO], groups: int = 3, group_size: int = 5, **options: Any) -> tuple[Any, HyperParameters]:
-    plain = {"train_fraction": 1.0, "entropy_bonus": 0.0, "reply_limit": LIMIT}
+    name = {MSGRPO: "ms-grpo", GiGPO: "gigpo", StepGRPO: "step-grpo"}[kind]
+    plain = {"algorithm": name, "train_fraction": 1.0, "entropy_bonus": 0.0, "reply_limit": LIMIT}
     config = resolve({**plain, "groups": groups, "group_size": group_size, **options})
     return kind.from_config(config), HyperParameters.from_config(config)
 
@@ -128,14 +129,18 @@ def test_step_grpo_by_hand():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_advantages_are_those_of_slow_versions(normalise: str, seed: int):
     episodes = random_games(seed=seed)
-    options = {"normalise": normalise, "step_discount": 0.87, "step_weight": 0.5}
+    options: dict[Any, dict[str, float]] = {
+        MSGRPO: {},
+        GiGPO: {"step_discount": 0.87, "step_weight": 0.5},
+        StepGRPO: {"step_discount": 0.87},
+    }
     alive, states = np.asarray(episodes.alive), np.asarray(episodes.anchor)
     of_episode = np.stack([compare(group, normalise) for group in np.asarray(episodes.returns).tolist()])[..., None]
     in_state = slow(episodes, 0.87, normalise, lambda g, n, t: (g, *states[g, n, t]))
     at_step = slow(episodes, 0.87, normalise, lambda g, _, t: (g, t))
     assert np.count_nonzero(in_state) > 20
     for kind, expected in ((MSGRPO, of_episode), (GiGPO, of_episode + 0.5 * in_state), (StepGRPO, at_step)):
-        found = np.where(alive, advantages(kind, episodes, **options), 0)
+        found = np.where(alive, advantages(kind, episodes, normalise=normalise, **options[kind]), 0)
         np.testing.assert_allclose(found, np.where(alive, expected, 0), atol=2e-5, err_msg=kind.__name__)
 
 

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from jaxgrpo.comparison import draw, markdown, run_all
+from jaxgrpo.comparison import present, run_all
 from jaxgrpo.stopping import Exit
 
 VARIANTS = {f"alpha {alpha:g}": {"alpha": alpha} for alpha in (0.0, 0.5, 1.0, 2.0)}
@@ -25,11 +25,7 @@ def main() -> int:
     results = run_all(VARIANTS, GAMES, options.seeds, options.out)
     if isinstance(results, Exit):
         return results
-    draw(results, options.out / "curves.png")
-    table = markdown(results, first="alpha 0")
-    (options.out / "table.md").write_text(table)
-    print(table)
-    print(f"Files in {options.out}: table.md, curves.png, and a folder a run")
+    present(results, options.out, first="alpha 0")
     return 0
 
 

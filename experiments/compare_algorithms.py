@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxgrpo.comparison import draw, markdown, run_all
+from jaxgrpo.comparison import present, run_all
 from jaxgrpo.config import resolve
 from jaxgrpo.stopping import Exit
 
@@ -49,11 +49,7 @@ def main() -> int:
         if isinstance(found, Exit):
             return found
         results += found
-    draw(results, options.out / "curves.png")
-    table = markdown(results, first="MS-GRPO")
-    (options.out / "table.md").write_text(table)
-    print(table)
-    print(f"Files in {options.out}: table.md, curves.png, and a folder a run")
+    present(results, options.out, first="MS-GRPO")
     return 0
 
 

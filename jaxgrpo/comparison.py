@@ -97,6 +97,15 @@ def _read(game: str, variant: str, seed: int, folder: RunFolder) -> Result:
     return Result(game, variant, seed, iterations, iterations * folder.read_config().episodes, returns, seconds)
 
 
+def present(results: Sequence[Result], out: Path, first: str) -> None:
+    """Writes `table.md` and `curves.png` of results into the folder of their runs, and prints the table."""
+    draw(results, out / "curves.png")
+    table = markdown(results, first)
+    (out / "table.md").write_text(table)
+    print(table)
+    print(f"Files in {out}: table.md, curves.png, and a folder a run")
+
+
 def interval(values: Iterable[float]) -> tuple[float, float]:
     """Mean and half of its 95% Student interval over seeds; the half is infinite for a single one."""
     array = np.array([*values], float)

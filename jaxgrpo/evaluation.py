@@ -136,9 +136,12 @@ def evaluate_scenarios(
     config, params = (subject, None) if isinstance(subject, TrainConfig) else restore_params(subject, mesh)
     results, experiment = {}, None
     for name in scenarios or (config.game,):
-        experiment = build(dataclasses.replace(config, game=name)) if experiment is None else experiment.on(name)
-        if not isinstance(subject, TrainConfig):
-            require_base(RunFolder.at(str(subject), option="--run"), experiment.frozen_digest(), option="--run")
+        if experiment is not None:
+            experiment = experiment.on(name)
+        else:
+            experiment = build(dataclasses.replace(config, game=name))
+            if not isinstance(subject, TrainConfig):
+                require_base(RunFolder.at(str(subject), option="--run"), experiment.frozen_digest(), option="--run")
         params = experiment.initial_params() if params is None else params
         game = experiment.game.game.scored
         outcome = experiment.evaluate(

@@ -196,7 +196,7 @@ class LanguageAgentPolicy:
     def _write_on(
         self,
         model: Transformer,
-        layers: Sequence[LayerParams] | None,
+        layers: Sequence[LayerParams],
         prefix: Prefix,
         batch: _Batch,
         sampling: Sampling,

@@ -58,11 +58,13 @@ class Cluster:
         kind: how it was found: options, a SLURM step, or a TPU slice.
         heartbeat: see `LaunchOptions`.
         options: for `jax.distributed.initialize`, which finds out the rest.
+        certain: whether there are other processes for sure; a host with TPUs may be the only one.
     """
 
     kind: str
     heartbeat: int
     options: Mapping[str, Any]
+    certain: bool = True
 
 
 def find_cluster(launch: LaunchOptions, environment: Mapping[str, str] = os.environ) -> Cluster | None:
@@ -88,21 +90,23 @@ def find_cluster(launch: LaunchOptions, environment: Mapping[str, str] = os.envi
         return Cluster("options", launch.heartbeat, dict(zip(names, given, strict=True)))
     if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return Cluster("SLURM", launch.heartbeat, {})
-    if _on_tpu_slice(environment):
+    if "," in environment.get("TPU_WORKER_HOSTNAMES", "") or "MEGASCALE_COORDINATOR_ADDRESS" in environment:
         return Cluster("TPU", launch.heartbeat, {})
+    if _has_tpus():
+        # JAX finds out whether there are other hosts.
+        return Cluster("TPU", launch.heartbeat, {}, certain=False)
     return None
 
 
-def _on_tpu_slice(environment: Mapping[str, str]) -> bool:
-    """Whether this host has TPUs that may belong to a slice of several hosts; JAX finds out about the others."""
-    if "," in environment.get("TPU_WORKER_HOSTNAMES", "") or "MEGASCALE_COORDINATOR_ADDRESS" in environment:
-        return True
+def _has_tpus() -> bool:
     devices = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
     return bool(devices) and importlib.util.find_spec("libtpu") is not None
 
 
 def join(cluster: Cluster) -> None:
     """Makes this process one of the cluster's; before anything asks JAX for a device.
+
+    Where it is not certain that there are others and none is found, it says so and leaves the process by itself.
 
     Raises:
         ConfigError: the others cannot be found.
@@ -111,6 +115,9 @@ def join(cluster: Cluster) -> None:
     try:
         jax.distributed.initialize(**cluster.options, heartbeat_timeout_seconds=cluster.heartbeat)
     except (RuntimeError, ValueError) as error:
+        if isinstance(error, ValueError) and not cluster.certain:  # nothing says where the first process would be
+            print(f"{cluster.kind}: no other hosts were found; this one makes the run alone.", file=sys.stderr)
+            return
         how = "--coordinator" if cluster.kind == "options" else cluster.kind
         raise ConfigError(
             f"{how}: the processes of the run do not find each other ({str(error).splitlines()[0]}); see that all are "

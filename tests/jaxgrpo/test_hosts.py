@@ -167,6 +167,23 @@ def test_usual_environments_are_found() -> None:
     }
 
 
+@pytest.mark.parametrize("certain", [False, True])
+def test_a_host_that_finds_no_others(certain: bool) -> None:
+    """One with TPUs, which may be the only one, makes the run alone; one that is told of others does not."""
+    program = (
+        "import jax; from jaxgrpo.hosts import Cluster, have_joined, join\n"
+        f"join(Cluster('TPU', 30, {{}}, certain={certain}))\n"
+        "print(jax.process_count(), have_joined())"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "JAX_COORDINATOR", "TPU"))}
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    if certain:
+        assert "ConfigError: TPU: the processes of the run do not find each other" in found.stderr
+    else:
+        assert (found.stdout, found.returncode) == ("1 False\n", 0)
+        assert "TPU: no other hosts were found; this one makes the run alone.\n" in found.stderr
+
+
 def test_a_mistake_in_them_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--processes", "2"]) == 2
     assert capsys.readouterr().err == (

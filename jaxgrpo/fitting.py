@@ -19,19 +19,31 @@ class Fit(NamedTuple):
     allowed: int
 
 
-def memory_needed(lowered: jax.stages.Lowered) -> int | None:
-    """Bytes that a program takes of each device: arguments, results and all between; None where it does not compile.
-
-    A compiler for accelerators refuses what can never fit.
-    """
+def try_compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled | str:
+    """The compiled program; or why the compiler refused one that can never fit, as those for accelerators do."""
     try:
-        found: Any = lowered.compile().memory_analysis()
+        return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return None
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    return found.argument_size_in_bytes + found.temp_size_in_bytes + results
+        return str(error)
+
+
+def memory_parts(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes that a program takes of each device: arguments, temporaries, results that reuse no argument, and code."""
+    found: Any = compiled.memory_analysis()
+    return {
+        "arguments": found.argument_size_in_bytes,
+        "temporaries": found.temp_size_in_bytes,
+        "results": found.output_size_in_bytes - found.alias_size_in_bytes,
+        "code": found.generated_code_size_in_bytes,
+    }
+
+
+def memory_needed(lowered: jax.stages.Lowered) -> int | None:
+    """Bytes that a program takes of each device; None where the compiler refused it."""
+    compiled = try_compile(lowered)
+    return None if isinstance(compiled, str) else sum(memory_parts(compiled).values())
 
 
 def memory_allowed() -> int | None:

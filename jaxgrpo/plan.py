@@ -21,6 +21,7 @@ from jaxgrpo import hlo
 from jaxgrpo.beginning import NamedModel, find_tokenizer
 from jaxgrpo.build import Experiment, build
 from jaxgrpo.config import ConfigError, TrainConfig, nearest
+from jaxgrpo.fitting import memory_parts, try_compile
 from jaxgrpo.model import weights
 from jaxgrpo.model.config import ModelConfig
 from jaxgrpo.model.published import PUBLISHED
@@ -353,21 +354,11 @@ def bound_of(loop: hlo.Loop, bounds: Mapping[str, int]) -> int | None:
 
 def _compiled(programs: "_Programs", part: Part, chip: Chip, bounds: Mapping[str, int]) -> Compiled:
     begin = time.monotonic()
-    try:
-        compiled = programs.lower(part).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return Compiled(False, memory_in(str(error)), {}, compile_seconds=time.monotonic() - begin)
+    compiled = try_compile(programs.lower(part))
     took = time.monotonic() - begin
-    found = compiled.memory_analysis()
-    assert found is not None
-    memory = {
-        "arguments": float(found.argument_size_in_bytes),
-        "temporaries": float(found.temp_size_in_bytes),
-        "results": float(found.output_size_in_bytes - found.alias_size_in_bytes),
-        "code": float(found.generated_code_size_in_bytes),
-    }
+    if isinstance(compiled, str):
+        return Compiled(False, memory_in(compiled), {}, compile_seconds=took)
+    memory = {name: float(size) for name, size in memory_parts(compiled).items()}
     needed = sum(memory.values())
     loops: dict[str, int] = {}
 

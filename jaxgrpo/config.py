@@ -429,26 +429,31 @@ _QUALIFIED = ("lora",)
 """Sections whose options carry the section's name, --lora.rank: alone they would be unclear or taken."""
 
 
-_VALUES = {"train_fraction": 1.0, "entropy_bonus": 1e-4}
+# Nothing is compared within groups, so every episode begins somewhere else.
+_VALUES = {"train_fraction": 1.0, "groups": 32, "group_size": 1}
+# Entropy bonus of the sources.
+_PPO_VALUES = {**_VALUES, "entropy_bonus": 1e-4}
 # Values found by trial: a discount that makes short ways worth it, a bonus that keeps the policy looking around, and
 # small first steps, for Adam's first are of full size whatever the gradient and move the policy by a nat.
-_VALUES_TINY = {"group_size": 8, "minibatches": 4, "discount": 0.95, "entropy_bonus": 0.02, "warmup": 10}
+_PPO_TINY = {"groups": 256, "minibatches": 4, "discount": 0.95, "entropy_bonus": 0.02, "warmup": 10}
 
 # What an algorithm needs, above the preset of the model; then what the two together need.
 ALGORITHM_PRESETS: dict[tuple[str, str | None], dict[str, Any]] = {
-    # Entropy bonus and gradient clip of the sources.
-    **{(name, None): _VALUES for name in ("ppo-kl", "poad", "ntpo")},
-    **{(name, "tiny"): _VALUES_TINY for name in ("ppo-kl", "poad", "ntpo", "twosome")},
-    ("twosome", None): {**_VALUES, "constrain": True},
-    ("etpo", None): {"train_fraction": 1.0, "entropy_bonus": 0.0, "gradient_clip": 10.0},
-    # Q has to be good to a fraction of beta, which takes the critic many steps, and a policy that does not run ahead.
+    **{(name, None): _PPO_VALUES for name in ("ppo-kl", "poad", "ntpo")},
+    **{(name, "tiny"): _PPO_TINY for name in _PPO},
+    ("twosome", None): {**_PPO_VALUES, "constrain": True},
+    # The gradient clip of the source.
+    ("etpo", None): {**_VALUES, "entropy_bonus": 0.0, "gradient_clip": 10.0},
+    # Q has to be good to a fraction of beta, which takes the critic many steps. And what this model begins as is random
+    # and not worth staying near: it may all but exclude a move.
     ("etpo", "tiny"): {
-        "group_size": 8,
-        "minibatches": 12,
+        "groups": 256,
+        "minibatches": 24,
         "discount": 0.9,
         "beta": 0.03,
-        "polyak": 0.9,
-        "learning_rate": 2e-4,
+        "reference_in_policy": False,
+        "polyak": 0.95,
+        "learning_rate": 4e-4,
         "critic_learning_rate": 1e-3,
         "warmup": 10,
     },

@@ -430,9 +430,10 @@ class _Session:
 
     def _say_what(self) -> None:
         config, size = self.config, self.manifest["parameters"]
+        grouped = f" in {config.play.groups} groups" if config.play.group_size > 1 else ""
         self.display.say(
             f"{config.game} · {config.algorithm} · {config.model} ({size:,} parameters) · "
-            f"{config.play.groups} groups of {config.play.group_size} episodes · seed {config.seed} · "
+            f"{config.episodes} episodes{grouped} an iteration · seed {config.seed} · "
             f"{jax.device_count()} {jax.devices()[0].device_kind}"
         )
 

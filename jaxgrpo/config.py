@@ -453,7 +453,7 @@ ALGORITHM_PRESETS: dict[tuple[str, str | None], dict[str, Any]] = {
         "beta": 0.03,
         "reference_in_policy": False,
         "polyak": 0.95,
-        "learning_rate": 4e-4,
+        "learning_rate": 2e-4,
         "critic_learning_rate": 1e-3,
         "warmup": 10,
     },

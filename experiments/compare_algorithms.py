@@ -24,7 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "POAD": {"algorithm": "poad"},
     "ETPO": {"algorithm": "etpo"},
 }
-BUDGET = {"frozen-lake": 20480, "snake-8": 10240}
+BUDGET = {"frozen-lake": 24576, "snake-8": 12288}
 """Episodes that each run plays in training."""
 EVALUATIONS = 8
 """After equal shares of the budget."""

@@ -455,6 +455,7 @@ ALGORITHM_PRESETS: dict[tuple[str, str | None], dict[str, Any]] = {
         "polyak": 0.95,
         "learning_rate": 2e-4,
         "critic_learning_rate": 1e-3,
+        "adam_b2": 0.999,
         "warmup": 10,
     },
 }

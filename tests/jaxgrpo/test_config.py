@@ -9,6 +9,7 @@ import pytest
 from jaxgrpo import config as config_module
 from jaxgrpo.config import (
     PRESETS,
+    VALUE_ALGORITHMS,
     ConfigError,
     HyperParameters,
     LoRAConfig,
@@ -53,6 +54,14 @@ def test_presets_are_valid(preset):
     assert values["preset"] == preset
     for name, value in PRESETS[preset].items():
         assert values[name] == value
+
+
+@pytest.mark.parametrize("algorithm", VALUE_ALGORITHMS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_with_a_critic_every_episode_is_trained_on_and_begins_elsewhere(preset, algorithm):
+    config = resolve({"preset": preset, "algorithm": algorithm})
+    assert config.play.group_size == 1
+    assert config.trained == config.episodes == config.play.groups > 1
 
 
 def test_command_line_over_file_over_preset(tmp_path):

@@ -56,7 +56,7 @@ def test_with_adapters_etpo_takes_little_more_than_ms_grpo(rows):
 
 def planned(options, config):
     """A train step for a model that is not there, and the arguments of its update, shapes and types alone."""
-    experiment = small(**{"micro_batch": ROWS, **options}, constrain=False, reply_limit=LIMIT)
+    experiment = small(**{"micro_batch": ROWS, "minibatches": 12, **options}, constrain=False, reply_limit=LIMIT)
     whole = Transformer.abstract(config)
     graph, params = nnx.split(whole)
     policy = dataclasses.replace(experiment.policy, graphdef=graph, vocab_size=config.vocab_size - 271, remat=True)

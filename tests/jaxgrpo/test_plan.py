@@ -189,7 +189,7 @@ def resident(**options):
 
 def test_every_part_of_the_state_is_named():
     size = 4 * sum(math.prod(one.shape) for one in declare(ModelConfig.from_hf(read_json(TINY))).values())
-    with_critic = resident(algorithm="etpo", group_size=8)
+    with_critic = resident(algorithm="etpo", minibatches=1)
     assert with_critic["critic"] == pytest.approx(2 * size, rel=0.001)  # and its target
     assert with_critic["optimiser"] == pytest.approx(4 * size, rel=0.001)
     assert with_critic["reference"] == size

@@ -162,7 +162,7 @@ def assert_gradient(moments: Any, gradient: Any) -> None:
 @pytest.mark.parametrize(("play", "kind"), [(FREE, "model"), (FEW, "head")])
 def test_etpo_is_the_plain_computation(play: dict[str, Any], kind: str):
     """Targets, losses, both gradients and the target critic, from all logits at once and a loop over decisions."""
-    numbers = {"beta": 0.3, "discount": 0.9, "polyak": 0.75}
+    numbers = {"beta": 0.3, "discount": 0.9, "polyak": 0.75, "reference_in_policy": True}
     experiment = small(algorithm="etpo", critic=kind, **play, **PLAIN, **numbers)
     state, episodes = apart(experiment, play)
     start = dense(experiment, experiment.fixed.reference, episodes)
@@ -277,7 +277,7 @@ def assert_same(a: Any, b: Any) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-START = {"algorithm": "etpo", "critic": "model", "polyak": 0.995, **PLAIN}
+START = {"algorithm": "etpo", "critic": "model", "polyak": 0.995, "reference_in_policy": True, **PLAIN}
 
 
 def test_etpo_begins_where_the_policy_has_nothing_to_learn():
@@ -304,7 +304,7 @@ def test_etpo_begins_where_the_policy_has_nothing_to_learn():
 @pytest.mark.parametrize(
     ("options", "of_policy", "of_critic"),
     [
-        ({}, 0.5 * (1 + 2) - (3 + 4), 0.5 * 1 + (10 * 20 - 50)),
+        ({"reference_in_policy": True}, 0.5 * (1 + 2) - (3 + 4), 0.5 * 1 + (10 * 20 - 50)),
         ({"reference_in_policy": False}, -0.5 * (5 + 6) - (3 + 4), 0.5 * 1 + (10 * 20 - 50)),
         ({"etpo_as_released": True}, 0.5 * (-7 - 8) - (9 + 1), 0.5 * 1),
     ],
@@ -364,7 +364,7 @@ def test_members_under_vmap_learn_as_alone():
     [{"train_layers": "1", "etpo_as_released": True, "critic": "raw"}, {"lora.rank": 2, "critic": "model"}],
 )
 def test_a_critic_beside_frozen_parameters_copies_what_is_trained_and_no_more(options: dict[str, Any]):
-    experiment = small(algorithm="etpo", **options)
+    experiment = small(algorithm="etpo", minibatches=12, **options)
     state = experiment.init()
     critic = state.algorithm_state
     trained = jax.tree.map(jnp.shape, state.params)

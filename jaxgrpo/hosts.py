@@ -115,7 +115,8 @@ def join(cluster: Cluster) -> None:
     try:
         jax.distributed.initialize(**cluster.options, heartbeat_timeout_seconds=cluster.heartbeat)
     except (RuntimeError, ValueError) as error:
-        if isinstance(error, ValueError) and not cluster.certain:  # nothing says where the first process would be
+        # Nothing says where the first process would be, nor do the TPUs themselves know of other hosts.
+        if isinstance(error, ValueError) and not cluster.certain and jax.process_count() == 1:
             print(f"{cluster.kind}: no other hosts were found; this one makes the run alone.", file=sys.stderr)
             return
         how = "--coordinator" if cluster.kind == "options" else cluster.kind

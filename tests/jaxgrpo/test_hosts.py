@@ -167,17 +167,19 @@ def test_usual_environments_are_found() -> None:
     }
 
 
-@pytest.mark.parametrize("certain", [False, True])
-def test_a_host_that_finds_no_others(certain: bool) -> None:
-    """One with TPUs, which may be the only one, makes the run alone; one that is told of others does not."""
+@pytest.mark.parametrize(("certain", "seen"), [(False, 1), (True, 1), (False, 2)])
+def test_a_host_that_finds_no_others(certain: bool, seen: int) -> None:
+    """One with TPUs, which may be the only one, makes the run alone; one that is told of others, or whose TPUs belong
+    to a slice of several hosts, does not."""
     program = (
         "import jax; from jaxgrpo.hosts import Cluster, have_joined, join\n"
+        f"jax.process_count = lambda: {seen}\n"
         f"join(Cluster('TPU', 30, {{}}, certain={certain}))\n"
         "print(jax.process_count(), have_joined())"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "JAX_COORDINATOR", "TPU"))}
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    if certain:
+    if certain or seen > 1:
         assert "ConfigError: TPU: the processes of the run do not find each other" in found.stderr
     else:
         assert (found.stdout, found.returncode) == ("1 False\n", 0)
